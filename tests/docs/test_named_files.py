@@ -53,8 +53,13 @@ def missing_paths(text: str) -> list[str]:
         path + (f":{function}" if function else "")
         for path, function in _PATH.findall(text)
         if not stands_for_any(path)
-        and not (is_there(path) and (not function or function in defined_in(ROOT / path)))
+        and not (is_there(path) and (_is_line(function) or function in defined_in(ROOT / path)))
     ]
+
+
+def _is_line(function: str) -> bool:
+    """Whether a name after a path is none, or a number as of a line."""
+    return not function or function.isdecimal()
 
 
 def missing_modules(text: str) -> list[str]:
