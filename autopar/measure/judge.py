@@ -70,6 +70,8 @@ class Judgement:
     exposed_s:   the part of them for which kernels wait.
     kernels:     the longest first.
     unknown_loops: names of loops whose trips XLA does not know; they count once.
+
+    Of a conditional, the slowest branch counts.
     """
 
     step_s: float
@@ -135,6 +137,7 @@ class _Judge:
         kernels = [
             Kernel(name, op_name, int(count), seconds, flops, num_bytes)
             for (name, op_name), (count, seconds, flops, num_bytes) in self.sums.kernels.items()
+            if count
         ]
         return Judgement(
             max(clock.kernels, clock.links),
@@ -142,7 +145,7 @@ class _Judge:
             self.sums.links,
             clock.exposed + max(0.0, clock.links - clock.kernels),
             tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
-            tuple(self.unknown_loops),
+            tuple(dict.fromkeys(self.unknown_loops)),
         )
 
     def _run(self, computation: str, times: int) -> _Streams:
@@ -176,8 +179,8 @@ class _Judge:
         elif one.opcode == "while":
             self._loop(one, clock, times)
         elif one.opcode == "conditional":
-            branches = [self._run(name, times) for name in one.called]
-            self._inline(max(branches, key=lambda branch: branch.kernels), clock, 1)
+            slowest = max(one.called, key=lambda name: self._run(name, 0).kernels)
+            self._inline(self._run(slowest, times), clock, 1)
         elif one.opcode in ("call", "async-start", "call-start"):
             for name in one.called:
                 self._inline(self._run(name, times), clock, 1)
@@ -265,8 +268,10 @@ def _start_of(done: Instruction, by_name: Mapping[str, Instruction]) -> str:
 def _product_flops(one: Instruction, by_name: Mapping[str, Instruction]) -> float:
     is_call = one.opcode == "custom-call"
     if is_call and (attention := _CUDNN_ATTENTION.search(one.attributes)):
-        batch, length, heads, width = by_name[one.operands[0]].results[0].shape[:4]
-        keys = by_name[one.operands[1]].results[0].shape[1]
+        queries, keys_shape = (by_name[name].results[0].shape for name in one.operands[:2])
+        if len(queries) != 4 or len(keys_shape) != 4:  # by its bytes alone
+            return 0.0
+        (batch, length, heads, width), keys = queries, keys_shape[1]
         factor = _BACKWARD_ATTENTION if attention["back"] else 1.0
         return 4.0 * batch * heads * length * keys * width * factor
     shapes = [by_name[n].results[0].shape for n in one.operands[:2] if n in by_name]

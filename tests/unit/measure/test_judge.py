@@ -136,6 +136,25 @@ def test_a_loop_runs_its_body_so_often() -> None:
     assert unknown.step_s == seconds(24) and unknown.unknown_loops == ("w",)
 
 
+def test_of_a_conditional_the_slowest_branch_counts() -> None:
+    def branch(name: str, size: int) -> str:
+        return computation(
+            name,
+            f"""%a = f32[{size}]{{0}} parameter(0)
+            ROOT %t = f32[{size}]{{0}} transpose(%a), dimensions={{0}}""",
+        )
+
+    text = module(
+        """%p = f32[8]{0} parameter(0)
+        %i = s32[] parameter(1)
+        ROOT %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%small, %large}""",
+        branch("small", 2) + branch("large", 8),
+    )
+    found = judge(text, DEVICE)
+    assert found.step_s == found.compute_s == seconds(16)
+    assert [kernel.count for kernel in found.kernels] == [1]
+
+
 FUSIONS = {
     "a slice of a large array": (
         """%a = f32[800]{0} parameter(0)
