@@ -48,7 +48,8 @@ def driver(tmp_path, monkeypatch):
         write(folder / "nvidia-smi", f"#!/bin/sh\nprintf '{lines}\\n'\n")
         if has_mps:
             write(folder / "nvidia-cuda-mps-control", DAEMON)
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        # A host with a GPU has the real daemon beside its shell.
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin" if has_mps else str(folder))
         monkeypatch.setenv("MPS_LOG", str(tmp_path / "log"))
         return tmp_path / "log"
 
