@@ -23,10 +23,13 @@ from typing import Any
 
 class Size(Enum):
     """SMALL runs on simulated devices in seconds. REAL is what people train, with a batch for eight
-    GPUs; it is only ever traced as shapes."""
+    GPUs; it is only ever traced as shapes. ONE_GPU has the widths of REAL, but few layers and a
+    batch for one GPU: a step of tens of milliseconds, compiled in seconds. Programs that no
+    benchmark runs on one GPU have REAL's size there."""
 
     SMALL = "small"
     REAL = "real"
+    ONE_GPU = "one GPU"
 
     @property
     def is_small(self) -> bool:

@@ -44,9 +44,19 @@ class TextTower(nn.Module):
 @zoo_program("clip", source="written", layers=True, micro_batches=1)
 def clip(size: Size) -> ZooStep:
     """Every image is compared with every text of the batch, so micro-batches change the loss."""
-    image = pick(size, ViT(24, 8, 32, 2, 4), ViT(768, 14, 1024, 24, 16, jnp.bfloat16))
-    text = pick(size, TextTower(97, 24, 32, 2, 4), TextTower(49408, 768, 768, 12, 12, jnp.bfloat16))
-    rows, pixels, length = pick(size, (16, 24, 7), (4096, 224, 77))
+    image = pick(
+        size,
+        ViT(24, 8, 32, 2, 4),
+        ViT(768, 14, 1024, 24, 16, jnp.bfloat16),
+        ViT(768, 14, 1024, 2, 16, jnp.bfloat16),
+    )
+    text = pick(
+        size,
+        TextTower(97, 24, 32, 2, 4),
+        TextTower(49408, 768, 768, 12, 12, jnp.bfloat16),
+        TextTower(49408, 768, 768, 2, 12, jnp.bfloat16),
+    )
+    rows, pixels, length = pick(size, (16, 24, 7), (4096, 224, 77), (256, 224, 77))
 
     def init() -> Any:
         return {

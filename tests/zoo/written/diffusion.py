@@ -71,8 +71,13 @@ class DiT(nn.Module):
 
 @zoo_program("dit", source="written", layers=True)
 def dit(size: Size) -> ZooStep:
-    model = pick(size, DiT(10, 2, 32, 2, 4), DiT(1000, 2, 1152, 28, 16, jnp.bfloat16))
-    shape = pick(size, (16, 6, 6, 4), (256, 32, 32, 4))
+    model = pick(
+        size,
+        DiT(10, 2, 32, 2, 4),
+        DiT(1000, 2, 1152, 28, 16, jnp.bfloat16),
+        DiT(1000, 2, 1152, 4, 16, jnp.bfloat16),
+    )
+    shape = pick(size, (16, 6, 6, 4), (256, 32, 32, 4), (64, 32, 32, 4))
     tx = adamw_if_real(size)
 
     def make_state() -> Any:
@@ -163,8 +168,13 @@ class UNet(nn.Module):
 
 @zoo_program("unet", source="written", layers=True)
 def unet(size: Size) -> ZooStep:
-    model = pick(size, UNet(8, (1, 2), 1, 2, 4), UNet(320, (1, 2, 4, 4), 2, 8, 32, jnp.bfloat16))
-    shape = pick(size, (16, 6, 6, 3), (256, 64, 64, 4))
+    model = pick(
+        size,
+        UNet(8, (1, 2), 1, 2, 4),
+        UNet(320, (1, 2, 4, 4), 2, 8, 32, jnp.bfloat16),
+        UNet(192, (1, 2), 1, 8, 32, jnp.bfloat16),
+    )
+    shape = pick(size, (16, 6, 6, 3), (256, 64, 64, 4), (16, 64, 64, 4))
 
     def init() -> Any:
         return model.init(jax.random.key(0), jnp.zeros((1, *shape[1:])), jnp.zeros(1))

@@ -29,7 +29,9 @@ def field(params: Any, t: jax.Array, y: jax.Array) -> jax.Array:
 @zoo_program("neural-ode", source="written", layers=False)
 def neural_ode(size: Size) -> ZooStep:
     """Fixed steps of Runge-Kutta's fourth order in a scan, differentiated through."""
-    rows, width, hidden, times = pick(size, (16, 3, 24, 5), (65536, 64, 4096, 64))
+    rows, width, hidden, times = pick(
+        size, (16, 3, 24, 5), (65536, 64, 4096, 64), (8192, 64, 2048, 16)
+    )
 
     def rk4(params: Any, y: jax.Array, t: jax.Array) -> Any:
         h = 1 / times
@@ -175,7 +177,7 @@ def equilibrium(size: Size) -> ZooStep:
 @zoo_program("pinn", source="written", layers=True)
 def pinn(size: Size) -> ZooStep:
     """Burgers' equation: derivatives of the network by its inputs, within the loss."""
-    rows, hidden, depth = pick(size, (16, 16, 2), (262144, 2048, 6))
+    rows, hidden, depth = pick(size, (16, 16, 2), (262144, 2048, 6), (16384, 2048, 4))
 
     def loss(params: Any, points: jax.Array, edge: jax.Array, value: jax.Array) -> jax.Array:
         def u(x: jax.Array, t: jax.Array) -> jax.Array:

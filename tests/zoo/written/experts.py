@@ -31,6 +31,7 @@ from tests.zoo.written.training import dense_init, integers, pick, trained
 
 SMALL = LMSize(16, 7, 61, 24, 3, 2)
 REAL = LMSize(64, 2048, 50304, 2048, 16, 16, jnp.bfloat16)
+ONE_GPU = LMSize(8, 1024, 50304, 1024, 16, 2, jnp.bfloat16)
 
 
 class Experts(NamedTuple):
@@ -40,7 +41,7 @@ class Experts(NamedTuple):
 
 
 def experts_of(size: Size) -> Experts:
-    return pick(size, Experts(5, 2, 16), Experts(64, 8, 1024))
+    return pick(size, Experts(5, 2, 16), Experts(64, 8, 1024), Experts(16, 2, 2048))
 
 
 Mix = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -101,7 +102,7 @@ def moe_ragged_dot(size: Size) -> ZooStep:
         y = jax.lax.ragged_dot(jax.nn.silu(jax.lax.ragged_dot(y, w["up"], sizes)), w["down"], sizes)
         return jnp.zeros_like(x).at[order // e.top].add(y * weights.ravel()[order, None])
 
-    return moe_language_model(pick(size, SMALL, REAL), e, mix)
+    return moe_language_model(pick(size, SMALL, REAL, ONE_GPU), e, mix)
 
 
 @zoo_program("moe-dropless", source="written", layers=True, micro_batches=1)
@@ -129,7 +130,7 @@ def moe_dropless(size: Size) -> ZooStep:
         y = y[place] * weights.ravel()[order, None]
         return jax.ops.segment_sum(y, order // e.top, num_segments=x.shape[0])
 
-    return moe_language_model(pick(size, SMALL, REAL), e, mix)
+    return moe_language_model(pick(size, SMALL, REAL, ONE_GPU), e, mix)
 
 
 @zoo_program("moe-capacity", source="written", layers=True, micro_batches=1)
@@ -152,4 +153,4 @@ def moe_capacity(size: Size) -> ZooStep:
         y = y.at[expert, rank].get(mode="fill", fill_value=0) * weights.reshape(-1, 1)
         return y.reshape(-1, e.top, x.shape[1]).sum(1)
 
-    return moe_language_model(pick(size, SMALL, REAL), e, mix)
+    return moe_language_model(pick(size, SMALL, REAL, ONE_GPU), e, mix)

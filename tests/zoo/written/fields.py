@@ -59,7 +59,7 @@ def resample(key: jax.Array, depths: jax.Array, weights: jax.Array, count: int) 
 @zoo_program("nerf", source="written", layers=True)
 def nerf(size: Size) -> ZooStep:
     rays, samples, width, depth, frequencies = pick(
-        size, (16, 5, 16, 4, 2), (65536, 64, 256, 8, 10)
+        size, (16, 5, 16, 4, 2), (65536, 64, 256, 8, 10), (4096, 64, 256, 8, 10)
     )
 
     def split() -> Any:

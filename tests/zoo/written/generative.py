@@ -40,7 +40,7 @@ class Decoder(nn.Module):
 @zoo_program("vae", source="written", layers=True)
 def vae(size: Size) -> ZooStep:
     dim, depth, latent = pick(size, (8, 2, 6), (128, 3, 16))
-    shape = pick(size, (16, 12, 12, 3), (256, 256, 256, 3))
+    shape = pick(size, (16, 12, 12, 3), (256, 256, 256, 3), (32, 256, 256, 3))
     encoder: Any = Encoder(dim, depth, 2 * latent)
     decoder: Any = Decoder(dim, depth)
     small = shape[1] // 2**depth
@@ -94,7 +94,7 @@ def gan(size: Size) -> ZooStep:
     """The discriminator's update, then the generator's against the new discriminator,
     which is that of the whole batch."""
     dim, depth, latent = pick(size, (8, 2, 6), (128, 4, 128))
-    shape = pick(size, (16, 12, 12, 3), (512, 128, 128, 3))
+    shape = pick(size, (16, 12, 12, 3), (512, 128, 128, 3), (64, 128, 128, 3))
     small = shape[1] // 2**depth
     discriminator: Any = Encoder(dim, depth, 1)
     generator: Any = Decoder(dim, depth)
@@ -133,7 +133,9 @@ def gan(size: Size) -> ZooStep:
 @zoo_program("flow", source="written", layers=True)
 def flow(size: Size) -> ZooStep:
     """RealNVP: couplings that swap halves, and the logarithm of their determinants."""
-    rows, width, hidden, depth = pick(size, (16, 6, 24, 4), (65536, 64, 4096, 16))
+    rows, width, hidden, depth = pick(
+        size, (16, 6, 24, 4), (65536, 64, 4096, 16), (16384, 64, 4096, 4)
+    )
 
     def init() -> Any:
         keys = jax.random.split(jax.random.key(0), depth)

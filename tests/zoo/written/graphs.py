@@ -27,7 +27,7 @@ from tests.zoo.written.training import (
 def gnn(size: Size) -> ZooStep:
     """Message passing over a batch of molecules, and a prediction per molecule."""
     nodes, edges, graphs, dim, depth = pick(
-        size, (37, 91, 5, 16, 2), (262144, 1048576, 8192, 1024, 12)
+        size, (37, 91, 5, 16, 2), (262144, 1048576, 8192, 1024, 12), (32768, 131072, 1024, 512, 4)
     )
 
     def init() -> Any:
@@ -70,7 +70,10 @@ def gat(size: Size) -> ZooStep:
     """Attention over neighbours: a softmax per receiver by `segment_max` and `segment_sum`; the
     loss is of the labelled nodes."""
     nodes, edges, width, heads, features, classes = pick(
-        size, (37, 91, 11, 2, 8, 5), (1_048_576, 8_388_608, 128, 8, 64, 172)
+        size,
+        (37, 91, 11, 2, 8, 5),
+        (1_048_576, 8_388_608, 128, 8, 64, 172),
+        (131_072, 1_048_576, 128, 8, 64, 172),
     )
     depth = 2
 

@@ -119,7 +119,12 @@ def t5_attend(p: Any, x: jax.Array, memory: jax.Array, bias: jax.Array, heads: i
 @zoo_program("t5", source="written", layers=True)
 def t5(size: Size) -> ZooStep:
     """Encoder and decoder with cross-attention, relative position biases and tied embeddings."""
-    s = pick(size, LMSize(16, 9, 61, 32, 4, 2), LMSize(256, 512, 32128, 1024, 16, 24, jnp.bfloat16))
+    s = pick(
+        size,
+        LMSize(16, 9, 61, 32, 4, 2),
+        LMSize(256, 512, 32128, 1024, 16, 24, jnp.bfloat16),
+        LMSize(32, 512, 32128, 1024, 16, 2, jnp.bfloat16),
+    )
     out_length, width, buckets = pick(size, (7, 48, 8), (114, 2816, 32))
 
     def attention_init(key: jax.Array) -> Any:
@@ -192,9 +197,12 @@ def sliding_window(size: Size) -> ZooStep:
     """Each block of the sequence attends to itself and the one before; layers are scanned, and
     grouped queries share a key."""
     s = pick(
-        size, LMSize(16, 12, 61, 32, 4, 3), LMSize(64, 8192, 32000, 4096, 32, 32, jnp.bfloat16)
+        size,
+        LMSize(16, 12, 61, 32, 4, 3),
+        LMSize(64, 8192, 32000, 4096, 32, 32, jnp.bfloat16),
+        LMSize(1, 8192, 32000, 2048, 16, 4, jnp.bfloat16),
     )
-    window, kv_heads, width = pick(size, (4, 2, 48), (1024, 8, 14336))
+    window, kv_heads, width = pick(size, (4, 2, 48), (1024, 8, 14336), (1024, 4, 7168))
     features = s.dim // s.heads
 
     def layer_init(key: jax.Array) -> Any:

@@ -22,8 +22,10 @@ CRITEO = (
 @zoo_program("dlrm", source="written", layers=True)
 def dlrm(size: Size) -> ZooStep:
     """Bags of categories summed per table, and dot products of all pairs of features."""
-    tables, dim, dense = pick(size, ((101, 37, 3, 64), 8, 13), (CRITEO, 128, 13))
-    rows, bag = pick(size, (16, 3), (65536, 4))
+    tables, dim, dense = pick(
+        size, ((101, 37, 3, 64), 8, 13), (CRITEO, 128, 13), ((1_000_000,) * 8, 128, 13)
+    )
+    rows, bag = pick(size, (16, 3), (65536, 4), (16384, 4))
     bottom, top = pick(size, ((16,), (24, 12)), ((512, 256), (1024, 1024, 512, 256)))
     pairs = np.tril_indices(len(tables) + 1, k=-1)
 
@@ -61,7 +63,10 @@ def dlrm(size: Size) -> ZooStep:
 def two_towers(size: Size) -> ZooStep:
     """The other rows of the batch are the negatives, corrected by how often they are drawn."""
     rows, users, items, dim, hidden = pick(
-        size, (16, 53, 41, 8, 24), (65536, 20_000_000, 5_000_000, 128, 1024)
+        size,
+        (16, 53, 41, 8, 24),
+        (65536, 20_000_000, 5_000_000, 128, 1024),
+        (16384, 2_000_000, 500_000, 128, 1024),
     )
 
     def init() -> Any:

@@ -15,7 +15,12 @@ from tests.zoo.written.training import adamw_if_real, dense_init, integers, pick
 @zoo_program("lstm", source="written", layers=True)
 def lstm(size: Size) -> ZooStep:
     """A language model of LSTM layers; the sequence is carried time-major through the scans."""
-    s = pick(size, LMSize(16, 7, 61, 24, 1, 2), LMSize(512, 256, 50000, 2048, 1, 4))
+    s = pick(
+        size,
+        LMSize(16, 7, 61, 24, 1, 2),
+        LMSize(512, 256, 50000, 2048, 1, 4),
+        LMSize(64, 128, 50000, 1024, 1, 2),
+    )
 
     def init() -> Any:
         a, b, *keys = jax.random.split(jax.random.key(0), s.depth + 2)
@@ -56,7 +61,12 @@ def combine(one: Any, two: Any) -> Any:
 @zoo_program("mamba", source="written", layers=True)
 def mamba(size: Size) -> ZooStep:
     """Selective state spaces: h' = exp(Δ A) h + Δ B x, y = C h, all times at once."""
-    s = pick(size, LMSize(16, 7, 61, 24, 1, 2), LMSize(64, 2048, 50280, 2048, 1, 48, jnp.bfloat16))
+    s = pick(
+        size,
+        LMSize(16, 7, 61, 24, 1, 2),
+        LMSize(64, 2048, 50280, 2048, 1, 48, jnp.bfloat16),
+        LMSize(4, 1024, 50280, 1024, 1, 2, jnp.bfloat16),
+    )
     inner, rank = 2 * s.dim, max(s.dim // 16, 2)
     states, window = pick(size, (3, 4), (16, 4))
 
@@ -127,7 +137,12 @@ def channel_mix(w: Any, x: jax.Array) -> jax.Array:
 @zoo_program("rwkv", source="written", layers=True)
 def rwkv(size: Size) -> ZooStep:
     """Time mixing with a matrix per head that decays as the data says, then channel mixing."""
-    s = pick(size, LMSize(16, 7, 61, 24, 3, 2), LMSize(64, 1024, 65536, 2048, 32, 24, jnp.bfloat16))
+    s = pick(
+        size,
+        LMSize(16, 7, 61, 24, 3, 2),
+        LMSize(64, 1024, 65536, 2048, 32, 24, jnp.bfloat16),
+        LMSize(8, 128, 65536, 1024, 16, 2, jnp.bfloat16),
+    )
     features = s.dim // s.heads
 
     def layer_init(key: jax.Array) -> Any:

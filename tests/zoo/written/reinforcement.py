@@ -46,7 +46,9 @@ def advantages(reward: Any, done: Any, value: Any, last: Any) -> jax.Array:
 def ppo(size: Size) -> ZooStep:
     """Advantages are normalized over a minibatch, and minibatches are drawn from the whole batch,
     so micro-batches would change the result."""
-    time, actors, side, dim, actions = pick(size, (6, 8, 16, 4, 5), (128, 1024, 84, 32, 18))
+    time, actors, side, dim, actions = pick(
+        size, (6, 8, 16, 4, 5), (128, 1024, 84, 32, 18), (64, 128, 84, 32, 18)
+    )
     epochs, minibatches = pick(size, (2, 4), (4, 8))
     net: Any = Atari(dim, (actions, 1))
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4, eps=1e-3))
@@ -107,7 +109,7 @@ def ppo(size: Size) -> ZooStep:
 def dqn(size: Size) -> ZooStep:
     """Double Q-learning with priorities out; the target network is copied every other step by a
     `cond`."""
-    rows, side, dim, actions = pick(size, (16, 16, 4, 5), (4096, 84, 32, 18))
+    rows, side, dim, actions = pick(size, (16, 16, 4, 5), (4096, 84, 32, 18), (4096, 84, 32, 18))
     net: Any = Atari(dim, (actions,))
     tx = adamw()
 

@@ -24,7 +24,12 @@ from tests.zoo.written.training import (
 @zoo_program("fnet", source="written", layers=True)
 def fnet(size: Size) -> ZooStep:
     """Tokens are mixed by a Fourier transform over length and features."""
-    s = pick(size, LMSize(16, 9, 61, 24, 1, 2), LMSize(512, 512, 32000, 1024, 1, 24))
+    s = pick(
+        size,
+        LMSize(16, 9, 61, 24, 1, 2),
+        LMSize(512, 512, 32000, 1024, 1, 24),
+        LMSize(32, 512, 32000, 1024, 1, 4),
+    )
 
     def init() -> Any:
         a, b, *keys = jax.random.split(jax.random.key(0), s.depth + 2)
@@ -52,7 +57,9 @@ def fnet(size: Size) -> ZooStep:
 @zoo_program("fno", source="written", layers=True)
 def fno(size: Size) -> ZooStep:
     """A Fourier neural operator in two dimensions; its complex weights are kept as two reals."""
-    rows, side, dim, modes, depth = pick(size, (16, 9, 8, 3, 2), (256, 256, 128, 32, 4))
+    rows, side, dim, modes, depth = pick(
+        size, (16, 9, 8, 3, 2), (256, 256, 128, 32, 4), (16, 256, 128, 32, 2)
+    )
 
     def layer_init(key: jax.Array) -> Any:
         a, b = jax.random.split(key)
@@ -92,7 +99,12 @@ def fno(size: Size) -> ZooStep:
 @zoo_program("long-convolution", source="written", layers=True)
 def long_convolution(size: Size) -> ZooStep:
     """Hyena: gated convolutions as long as the sequence, by FFT, with implicit filters."""
-    s = pick(size, LMSize(16, 9, 61, 24, 1, 2), LMSize(64, 8192, 50304, 1024, 1, 24))
+    s = pick(
+        size,
+        LMSize(16, 9, 61, 24, 1, 2),
+        LMSize(64, 8192, 50304, 1024, 1, 24),
+        LMSize(2, 8192, 50304, 1024, 1, 2),
+    )
     order = 8
 
     def layer_init(key: jax.Array) -> Any:

@@ -18,7 +18,9 @@ from tests.zoo.program import Size, ZooStep
 from tests.zoo.steps import momentum, train_step
 
 
-def pick(size: Size, small: Any, real: Any) -> Any:
+def pick(size: Size, small: Any, real: Any, one_gpu: Any = None) -> Any:
+    if size is Size.ONE_GPU and one_gpu is not None:
+        return one_gpu
     return small if size is Size.SMALL else real
 
 

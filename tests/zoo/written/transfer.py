@@ -95,7 +95,12 @@ def distillation(size: Size) -> ZooStep:
 @zoo_program("lora", source="written", layers=True)
 def lora(size: Size) -> ZooStep:
     """Only the adapters have gradients and optimizer state; the base is frozen."""
-    s = pick(size, LMSize(16, 7, 61, 32, 4, 2), LMSize(64, 4096, 32000, 4096, 32, 32, jnp.bfloat16))
+    s = pick(
+        size,
+        LMSize(16, 7, 61, 32, 4, 2),
+        LMSize(64, 4096, 32000, 4096, 32, 32, jnp.bfloat16),
+        LMSize(4, 1024, 32000, 4096, 32, 2, jnp.bfloat16),
+    )
     rank, width = pick(size, (3, 48), (16, 11008))
     tx = adamw()
 

@@ -41,7 +41,7 @@ def ensemble(size: Size) -> ZooStep:
     """Seven members with parameters, optimizer states and temperatures of their own: the whole
     update is vmapped."""
     members, rows, width, hidden, classes = pick(
-        size, (7, 16, 9, 16, 3), (7, 16384, 1024, 4096, 1000)
+        size, (7, 16, 9, 16, 3), (7, 16384, 1024, 4096, 1000), (7, 4096, 1024, 2048, 1000)
     )
     tx = adamw()
 

@@ -180,29 +180,51 @@ def classifier(size: Size, model: nn.Module, classes: int, *shape: int) -> ZooSt
 
 @zoo_program("vit", source="written", layers=True)
 def vit(size: Size) -> ZooStep:
-    model = pick(size, ViT(10, 8, 32, 2, 4), ViT(1000, 16, 1024, 24, 16, jnp.bfloat16))
-    return classifier(size, model, model.classes, *pick(size, (16, 32, 32, 3), (1024, 224, 224, 3)))
+    model = pick(
+        size,
+        ViT(10, 8, 32, 2, 4),
+        ViT(1000, 16, 1024, 24, 16, jnp.bfloat16),
+        ViT(1000, 16, 1024, 4, 16, jnp.bfloat16),
+    )
+    return classifier(
+        size,
+        model,
+        model.classes,
+        *pick(size, (16, 32, 32, 3), (1024, 224, 224, 3), (128, 224, 224, 3)),
+    )
 
 
 @zoo_program("mixer", source="written", layers=True)
 def mixer(size: Size) -> ZooStep:
-    model = pick(size, Mixer(10, 8, 32, 3, 24), Mixer(1000, 16, 1024, 24, 512, jnp.bfloat16))
-    return classifier(size, model, model.classes, *pick(size, (16, 24, 24, 3), (1024, 224, 224, 3)))
+    model = pick(
+        size,
+        Mixer(10, 8, 32, 3, 24),
+        Mixer(1000, 16, 1024, 24, 512, jnp.bfloat16),
+        Mixer(1000, 16, 1024, 4, 512, jnp.bfloat16),
+    )
+    return classifier(
+        size,
+        model,
+        model.classes,
+        *pick(size, (16, 24, 24, 3), (1024, 224, 224, 3), (128, 224, 224, 3)),
+    )
 
 
 @zoo_program("convnext", source="written", layers=True)
 def convnext(size: Size) -> ZooStep:
     small = ConvNeXt(10, (1, 2), (16, 32))
     real = ConvNeXt(1000, (3, 3, 27, 3), (192, 384, 768, 1536), jnp.bfloat16)
-    shape = pick(size, (16, 24, 24, 3), (1024, 224, 224, 3))
-    return classifier(size, pick(size, small, real), pick(size, 10, 1000), *shape)
+    one_gpu = ConvNeXt(1000, (1, 1, 3, 1), (192, 384, 768, 1536), jnp.bfloat16)
+    shape = pick(size, (16, 24, 24, 3), (1024, 224, 224, 3), (128, 224, 224, 3))
+    return classifier(size, pick(size, small, real, one_gpu), pick(size, 10, 1000), *shape)
 
 
 @zoo_program("conv3d", source="written", layers=True)
 def conv3d(size: Size) -> ZooStep:
     small, real = VideoResNet(5, (1, 1), 8), VideoResNet(400, (2, 2, 2, 2), 64, jnp.bfloat16)
-    shape = pick(size, (16, 5, 12, 12, 3), (128, 16, 112, 112, 3))
-    return classifier(size, pick(size, small, real), pick(size, 5, 400), *shape)
+    one_gpu = VideoResNet(400, (1, 1, 1, 1), 64, jnp.bfloat16)
+    shape = pick(size, (16, 5, 12, 12, 3), (128, 16, 112, 112, 3), (16, 16, 112, 112, 3))
+    return classifier(size, pick(size, small, real, one_gpu), pick(size, 5, 400), *shape)
 
 
 class BatchNormState(train_state.TrainState):
@@ -212,8 +234,13 @@ class BatchNormState(train_state.TrainState):
 @zoo_program("resnet-bn", source="written", layers=True, micro_batches=1)
 def resnet(size: Size) -> ZooStep:
     """Statistics are of the whole batch, and beside the parameters in a flax TrainState."""
-    model = pick(size, ResNet(10, (1, 2), 8), ResNet(1000, (3, 4, 6, 3), 64, jnp.bfloat16))
-    shape = pick(size, (16, 24, 24, 3), (2048, 224, 224, 3))
+    model = pick(
+        size,
+        ResNet(10, (1, 2), 8),
+        ResNet(1000, (3, 4, 6, 3), 64, jnp.bfloat16),
+        ResNet(1000, (1, 2, 2, 1), 64, jnp.bfloat16),
+    )
+    shape = pick(size, (16, 24, 24, 3), (2048, 224, 224, 3), (256, 224, 224, 3))
     # A small rate: rounding before a ReLU switches gradients of single pixels on or off.
     tx = optax.sgd(0.01, momentum=0.9, nesterov=True)
 

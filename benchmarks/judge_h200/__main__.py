@@ -1,0 +1,84 @@
+"""Train steps of many models on one H200: measured, judged by their HLO, and predicted.
+
+    python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …] [--tiny]
+    python -m benchmarks.judge_h200 compare FOLDER [--json FILE] [--kernels NAME]
+
+`measure` compiles every step by plain `jax.jit` for the one GPU and times it; `--tiny` is a dry run
+on any device. After `--limit-s` seconds no other step begins, and a minute later the process ends.
+`compare` needs no GPU: it reads the compiled programs (`autopar.measure.judge`), plans every step
+for one H200 with the table that comes with autopar, and divides both figures by the measured
+seconds. Models that decide nothing are reported apart. `--kernels` lists a step's kernels as judged
+and as profiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.script import check_names, command_line, write_json
+
+GRACE_S = 60.0
+
+
+def run_measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    ends_s = time.monotonic() + options.limit_s
+    limit = threading.Timer(options.limit_s + GRACE_S, os._exit, (1,))
+    limit.daemon = True
+    limit.start()
+    import jax
+
+    from benchmarks.judge_h200.cases import all_cases
+    from benchmarks.judge_h200.measuring import Folder, measure
+    from benchmarks.pipeline_rows import machine
+
+    cases = list(all_cases())
+    wanted = options.only or [case.name for case in cases]
+    check_names(parser, "--only", wanted, [case.name for case in cases])
+    about = {
+        "command": command_line("benchmarks.judge_h200", FOLDER=str(options.out)),
+        **machine(),
+        "device": jax.devices()[0].device_kind,
+    }
+    chosen = [case for case in cases if case.name in wanted]
+    measure(chosen, Folder(options.out, about), tiny=options.tiny, ends_s=ends_s)
+    limit.cancel()
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    from benchmarks.judge_h200.comparing import compare, kernel_lines, text
+
+    if options.kernels:
+        print("\n".join(kernel_lines(options.folder, options.kernels)))
+        return
+    document = compare(options.folder, tiny=options.tiny, plans=not options.judge_only)
+    write_json(options.json, document)
+    print(text(document["rows"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    measure = commands.add_parser("measure", help="on a GPU")
+    measure.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    measure.add_argument("--limit-s", type=float, default=300.0)
+    measure.add_argument("--only", nargs="+", metavar="NAME")
+    compare = commands.add_parser("compare", help="anywhere")
+    compare.add_argument("folder", type=Path)
+    compare.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    compare.add_argument("--kernels", metavar="NAME", help="only list this step's kernels")
+    compare.add_argument("--judge-only", action="store_true", help="do not plan")
+    for command in (measure, compare):
+        command.add_argument("--tiny", action="store_true", help="a dry run on any device")
+    options = parser.parse_args()
+    if options.command == "measure":
+        run_measure(options, measure)
+    else:
+        run_compare(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The measured steps: names → `ZooStep`s with a batch for one GPU.
+
+Models have the width of real ones but few layers: a step takes 5 to 150 ms on an H200 and compiles
+in seconds. Half of the models decide nothing: `HELD_OUT` was written down before any of them was
+measured, and no constant of judge or planner may be chosen by its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.planning_zoo import strangers
+from examples.models import build
+from tests.zoo.program import Size, ZooStep, all_programs
+
+bf16 = jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named step; `make` builds it at real width, or tiny for a dry run."""
+
+    name: str
+    held_out: bool
+    make: Callable[[bool], ZooStep]
+
+
+def _zoo(name: str, tiny: bool) -> ZooStep:
+    return all_programs()[name].build(Size.SMALL if tiny else Size.ONE_GPU)
+
+
+def _example(name: str, tiny_name: str, rows: int, tiny: bool, **config: Any) -> ZooStep:
+    example = build(tiny_name) if tiny else build(name, rows, **config)
+    return ZooStep(example.train_step, example.create_state, lambda _: (example.make_batch(),))
+
+
+def _t5(tiny: bool) -> ZooStep:
+    if tiny:
+        return strangers.t5(1, 32, 2, 48, 4, length=16, out=8)
+    return strangers.t5(2, 1024, 16, 2816, 32)
+
+
+def _linen_gpt(tiny: bool) -> ZooStep:
+    if tiny:
+        return strangers.linen_gpt(1, 32, 2, 4, length=16, vocabulary=64)
+    return strangers.linen_gpt(2, 2048, 16, 4)
+
+
+def _scanned_llama(tiny: bool) -> ZooStep:
+    if tiny:
+        return strangers.scanned_llama(2, 64, 8, 96, 2, length=16)
+    return strangers.scanned_llama(4, 2048, 16, 5504, 2, length=2048)
+
+
+_GPT = {"num_layers": 4, "num_heads": 16}
+
+DEVELOPMENT: dict[str, Callable[[bool], ZooStep]] = {
+    "gpt": lambda tiny: _example("gpt-1.3b", "gpt-tiny", 8, tiny, **_GPT),
+    "vit": partial(_zoo, "vit"),
+    "llama, grouped queries": lambda tiny: _example(
+        "llama3-8b", "llama-tiny", 2, tiny, num_layers=2, seq_len=2048
+    ),
+    "t5": _t5,
+    "mixer": partial(_zoo, "mixer"),
+    "u-net": partial(_zoo, "unet"),
+    "convnext": partial(_zoo, "convnext"),
+    "lstm": partial(_zoo, "lstm"),
+    "mamba": partial(_zoo, "mamba"),
+    "dlrm": partial(_zoo, "dlrm"),
+    "moe, einsum": lambda tiny: _example("moe-380m", "moe-tiny", 8, tiny, num_layers=4),
+    "gnn": partial(_zoo, "gnn"),
+    "vae": partial(_zoo, "vae"),
+    "fnet": partial(_zoo, "fnet"),
+    "lora": partial(_zoo, "lora"),
+    "scanned llama": _scanned_llama,
+    "pinn": partial(_zoo, "pinn"),
+    "ppo": partial(_zoo, "ppo"),
+}
+
+HELD_OUT: dict[str, Callable[[bool], ZooStep]] = {
+    "bert": lambda tiny: _example("bert-large", "bert-tiny", 32, tiny, num_layers=4),
+    "wide resnet": lambda tiny: _example(
+        "wresnet-250m", "wresnet-tiny", 16, tiny, stage_sizes=(1, 2, 2, 1)
+    ),
+    "dit": partial(_zoo, "dit"),
+    "clip": partial(_zoo, "clip"),
+    "rwkv": partial(_zoo, "rwkv"),
+    "nerf": partial(_zoo, "nerf"),
+    "moe, capacity": partial(_zoo, "moe-capacity"),
+    "linen gpt, float32": _linen_gpt,
+    "3-d convolutions": partial(_zoo, "conv3d"),
+    "graph attention": partial(_zoo, "gat"),
+    "fourier operator": partial(_zoo, "fno"),
+    "resnet, batch norm": partial(_zoo, "resnet-bn"),
+    "sliding window": partial(_zoo, "sliding-window"),
+    "two towers": partial(_zoo, "two-towers"),
+    "flow": partial(_zoo, "flow"),
+    "long convolution": partial(_zoo, "long-convolution"),
+    "gan": partial(_zoo, "gan"),
+    "ensemble": partial(_zoo, "ensemble"),
+}
+
+
+def all_cases() -> Iterator[Case]:
+    """Alternately from both halves, the most common models first."""
+    for one, other in zip(DEVELOPMENT.items(), HELD_OUT.items(), strict=True):
+        yield Case(one[0], False, one[1])
+        yield Case(other[0], True, other[1])

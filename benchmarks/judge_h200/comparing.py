@@ -1,0 +1,146 @@
+"""A folder of measured steps → the judge's and the planner's figures beside them.
+
+A row of the result has seconds as measured, judged and predicted, and bytes as XLA counts and the
+planner predicts them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import autopar
+from autopar.measure.judge import judge
+from benchmarks.judge_h200.cases import Case, all_cases
+from benchmarks.judge_h200.measuring import program_file
+
+DEVICE, PROFILE = "h200-sxm", "h200"
+NO_BUDGET_BYTES = 1e15
+GIB = 2**30
+FIGURES = {"judged_s": "judge", "predicted_s": "planner"}
+Row = dict[str, Any]
+
+
+def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str, Any]:
+    """The rows of `measure` with both figures. A program that the judge cannot read is an error
+    (without a GPU, in a dry run, none is scheduled: those have no judgement)."""
+    document = json.loads((folder / "rows.json").read_text())
+    cases = {case.name: case for case in all_cases()}
+    rows = []
+    for row in document["rows"]:
+        row = {name: value for name, value in row.items() if name != "kernels"}
+        if "error" not in row:
+            if not tiny:
+                row |= _judged(folder, row["name"])
+            if plans:
+                row |= _planned(cases[row["name"]], tiny)
+        rows.append(row)
+    return {**document, "rows": rows}
+
+
+def _program(folder: Path, name: str) -> str:
+    with gzip.open(folder / program_file(name), "rt") as file:
+        return file.read()
+
+
+def _judged(folder: Path, name: str) -> Row:
+    found = judge(_program(folder, name), DEVICE)
+    return {"judged_s": found.step_s, "unknown_loops": len(found.unknown_loops)}
+
+
+def _planned(case: Case, tiny: bool) -> Row:
+    made = case.make(tiny)
+    state = jax.eval_shape(made.make_state)
+    batch = jax.eval_shape(lambda: made.make_batch(0))
+    cluster = autopar.ClusterSpec(1, 1, DEVICE, profile=PROFILE)
+    options = autopar.ShardingOptions(remat="none", memory_budget_bytes=NO_BUDGET_BYTES)
+    method = autopar.ShardParallel((1,), options=options)
+    plan = autopar.plan(made.step, state, *batch, cluster=cluster, method=method)
+    return {"predicted_s": plan.estimated_step_s, "predicted_bytes": plan.estimated_peak_bytes}
+
+
+def text(rows: Sequence[Row]) -> str:
+    """A table of both halves with their summaries; the held-out half last."""
+    lines = []
+    for held_out, title in ((False, "development"), (True, "held out: decide nothing")):
+        half = [row for row in rows if row["held_out"] is held_out]
+        lines += [title, f"  {'':26s} {'ms':>8s} {'judge':>7s} {'planner':>8s} {'memory':>7s}"]
+        lines += [f"  {_line(row)}" for row in half]
+        lines += [f"  {line}" for line in summary_lines(half)]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    if "error" in row:
+        return f"{row['name']:26s} {row['error']}"
+    ratios = [_ratio(row, name, "step_s") for name in FIGURES]
+    ratios.append(_ratio(row, "predicted_bytes", "step_s") and _memory_ratio(row))
+    texts = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+    loops = f"  {row['unknown_loops']} loops of unknown trips" if row.get("unknown_loops") else ""
+    return (
+        f"{row['name']:26s} {1e3 * row['step_s']:8.2f} {texts[0]:>7s} {texts[1]:>8s} "
+        f"{texts[2]:>7s}{loops}"
+    )
+
+
+def _ratio(row: Row, name: str, by: str) -> float | None:
+    return row[name] / row[by] if name in row else None
+
+
+def _memory_ratio(row: Row) -> float:
+    return row["predicted_bytes"] / row["memory"]["peak"]
+
+
+def summary(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """Over the rows that have this figure: how many, which shares of them are within 10 and 25 %
+    of the measured step, and the geometric mean of the ratio."""
+    ratios = [row[name] / row["step_s"] for row in rows if name in row]
+    if not ratios:
+        return {"rows": 0}
+    return {
+        "rows": len(ratios),
+        "within_10": sum(abs(ratio - 1) <= 0.1 for ratio in ratios) / len(ratios),
+        "within_25": sum(abs(ratio - 1) <= 0.25 for ratio in ratios) / len(ratios),
+        "mean": exp(sum(map(log, ratios)) / len(ratios)),
+    }
+
+
+def summary_lines(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for name, who in FIGURES.items():
+        found = summary(rows, name)
+        if found["rows"]:
+            lines.append(
+                f"{who}: {found['within_10']:.0%} of {found['rows']} within 10 %, "
+                f"{found['within_25']:.0%} within 25 %, mean ratio {found['mean']:.3f}"
+            )
+    return lines
+
+
+def kernel_lines(folder: Path, name: str, limit: int = 40) -> list[str]:
+    """The judged kernels of a step, the longest first, beside the profiled seconds of the same
+    instruction; then the profiled kernels that have no such instruction."""
+    rows = {row["name"]: row for row in json.loads((folder / "rows.json").read_text())["rows"]}
+    profiled = dict(rows[name].get("kernels", {}))
+    found = judge(_program(folder, name), DEVICE)
+    lines = [
+        f"{name}: measured {1e3 * rows[name]['step_s']:.2f} ms, judged {1e3 * found.step_s:.2f}; "
+        f"kernels profiled {1e3 * sum(seconds for _, seconds in profiled.values()):.2f} ms",
+        f"{'judged ms':>10s} {'profiled':>10s} {'runs':>6s} {'GFLOP':>9s} {'MB':>9s}",
+    ]
+    for kernel in found.kernels[:limit]:
+        runs, seconds = profiled.pop(kernel.name, (0, 0.0))
+        lines.append(
+            f"{1e3 * kernel.seconds:10.3f} {1e3 * seconds:10.3f} {runs:6d} "
+            f"{1e-9 * kernel.flops:9.1f} {1e-6 * kernel.num_bytes:9.1f}  {kernel.name}  "
+            f"{kernel.op_name[-60:]}"
+        )
+    others = sorted(profiled.items(), key=lambda item: -item[1][1])[:limit]
+    lines += [f"{'':10s} {1e3 * s:10.3f} {runs:6d}  {kernel}" for kernel, (runs, s) in others]
+    return lines

@@ -1,0 +1,181 @@
+"""Cases → a folder with a row per case, its optimized HLO, and its kernels' times.
+
+Some cases at a time are compiled side by side, then timed one after another with nothing else on
+the GPU. When all have been timed, one step of each runs under the profiler while time is left. The
+state is donated; a sample is a round of steps that are dispatched without waiting.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.runtime.timing import spread_of
+from benchmarks.judge_h200.cases import Case
+from benchmarks.one_gpu import memory_of
+
+LEAST_ROUND_S = 0.15
+WARM_UP_S = 0.3
+NUM_ROUNDS = 7
+SIDE_BY_SIDE = 6
+Kernels = dict[str, tuple[int, float]]  # HLO instruction, or the kernel's name → runs, seconds
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A case that is ready to run."""
+
+    case: Case
+    make_state: Any
+    batch: Any
+    step: Any
+    compile_s: float
+
+
+class Folder:
+    """Rows and programs on disk; everything is written at once."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.about = about
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[row["name"]] = self.rows.get(row["name"], {}) | row
+        document = {**self.about, "rows": list(self.rows.values())}
+        (self.path / "rows.json").write_text(json.dumps(document, indent=1) + "\n")
+
+    def add_program(self, name: str, hlo_text: str) -> None:
+        with gzip.open(self.path / program_file(name), "wt") as file:
+            file.write(hlo_text)
+
+
+def program_file(name: str) -> str:
+    return re.sub(r"\W+", "-", name) + ".hlo.gz"
+
+
+def measure(cases: Sequence[Case], folder: Folder, *, tiny: bool, ends_s: float) -> None:
+    """Cases that have not begun at `ends_s`, by `time.monotonic`, are left out."""
+    ready: list[Compiled] = []
+    for first in range(0, len(cases), SIDE_BY_SIDE):
+        if time.monotonic() > ends_s:
+            break
+        group = cases[first : first + SIDE_BY_SIDE]
+        for case, found in _compile_all(group, tiny):
+            if not isinstance(found, Compiled):
+                _fail(folder, case, found)
+                continue
+            folder.add_program(case.name, found.step.as_text())
+            try:
+                row = _timed_row(found)
+            except jax.errors.JaxRuntimeError as error:
+                _fail(folder, case, error)
+                continue
+            folder.add(row)
+            ready.append(found)
+            step_ms, spread = 1e3 * row["step_s"], row["spread"]
+            print(f"{case.name:26s} {step_ms:8.2f} ms ± {spread:.1%}", flush=True)
+    for one in ready:
+        if time.monotonic() > ends_s:
+            break
+        folder.add({"name": one.case.name, "kernels": profiled(one)})
+    print(f"profiled {sum('kernels' in row for row in folder.rows.values())} steps", flush=True)
+
+
+def _fail(folder: Folder, case: Case, error: Exception) -> None:
+    first, _, _ = f"{type(error).__name__}: {error}".partition("\n")
+    folder.add({"name": case.name, "held_out": case.held_out, "error": first})
+    print(f"{case.name:26s} {first}", flush=True)
+
+
+def _compile_all(cases: Sequence[Case], tiny: bool) -> Iterator[tuple[Case, Compiled | Exception]]:
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        futures = [pool.submit(_compile, case, tiny) for case in cases]
+    for case, future in zip(cases, futures, strict=True):
+        try:
+            yield case, future.result()
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+            yield case, error
+
+
+def _compile(case: Case, tiny: bool) -> Compiled:
+    made = case.make(tiny)
+    state = jax.eval_shape(made.make_state)
+    batch = jax.eval_shape(lambda: made.make_batch(0))
+    make_state = jax.jit(made.make_state).lower().compile()
+    make_batch = jax.jit(lambda: made.make_batch(0)).lower().compile()
+    started = time.perf_counter()
+    step = jax.jit(made.step, donate_argnums=0).lower(state, *batch).compile()
+    return Compiled(case, make_state, make_batch, step, time.perf_counter() - started)
+
+
+def _timed_row(one: Compiled) -> dict[str, Any]:
+    state, batch = jax.block_until_ready((one.make_state(), one.batch()))
+
+    def run(num_steps: int) -> float:
+        nonlocal state
+        metrics = None
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            state, metrics = one.step(state, *batch)
+        jax.block_until_ready((state, metrics))
+        return (time.perf_counter() - started) / num_steps
+
+    run(1)
+    num_steps = max(2, round(LEAST_ROUND_S / run(2)))
+    warm_until = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < warm_until:
+        run(num_steps)
+    samples = [run(num_steps) for _ in range(NUM_ROUNDS)]
+    return {
+        "name": one.case.name,
+        "held_out": one.case.held_out,
+        "step_s": statistics.median(samples),
+        "spread": spread_of(samples),
+        "steps": num_steps,
+        "compile_s": one.compile_s,
+        "memory": memory_of(one.step),
+    }
+
+
+def profiled(one: Compiled) -> Kernels:
+    """The kernels of one step, by HLO instruction where the profiler knows it (it does not for
+    those in command buffers)."""
+    state, batch = jax.block_until_ready((one.make_state(), one.batch()))
+    state, _ = jax.block_until_ready(one.step(state, *batch))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(one.step(state, *batch))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_serialized_xspace(path.read_bytes())
+    return kernels_of(data)
+
+
+def kernels_of(data: Any) -> Kernels:
+    """Of a GPU's streams if there is one, else of all threads."""
+    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
+    found: dict[str, list[float]] = {}
+    for plane in planes or data.planes:
+        for line in plane.lines:
+            if planes and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                op = dict(event.stats).get("hlo_op")
+                if op is None and not planes:
+                    continue
+                sums = found.setdefault(str(op or event.name), [0, 0.0])
+                sums[0] += 1
+                sums[1] += 1e-9 * event.duration_ns
+    return {name: (int(runs), seconds) for name, (runs, seconds) in found.items()}
