@@ -42,9 +42,17 @@ def plan_all(options: argparse.Namespace, results: dict[str, Any], names: list[s
         for name in names:
             if name in rows and not options.program and not options.again:
                 continue
-            rows[name] = plan_in_a_process(name, num_devices, options.method, options.limit_s)
+            rows[name] = _row(name, num_devices, options)
             print(f"{name} on {num_devices}: {_in_short(rows[name])}", flush=True)
             write_json(options.json, results)
+
+
+def _row(name: str, num_devices: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What does not fit by sharding alone may fit in micro-batches or stages: "auto" tries them."""
+    row = plan_in_a_process(name, num_devices, options.method, options.limit_s)
+    if row.get("error", "").startswith("MemoryBudgetError") and options.method == "shard":
+        row = plan_in_a_process(name, num_devices, "auto", options.limit_s)
+    return row
 
 
 def check_all(options: argparse.Namespace, results: dict[str, Any], names: list[str]) -> None:
