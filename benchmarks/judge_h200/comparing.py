@@ -18,7 +18,7 @@ import jax
 import autopar
 from autopar.measure.judge import judge
 from benchmarks.judge_h200.cases import Case, all_cases
-from benchmarks.judge_h200.measuring import program_file
+from benchmarks.judge_h200.measuring import Kernels, file_of, kernels_of
 
 DEVICE, PROFILE = "h200-sxm", "h200"
 NO_BUDGET_BYTES = 1e15
@@ -34,7 +34,6 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
     cases = {case.name: case for case in all_cases()}
     rows = []
     for row in document["rows"]:
-        row = {name: value for name, value in row.items() if name != "kernels"}
         if "error" not in row:
             if not tiny:
                 row |= _judged(folder, row["name"])
@@ -45,8 +44,15 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
 
 
 def _program(folder: Path, name: str) -> str:
-    with gzip.open(folder / program_file(name), "rt") as file:
-        return file.read()
+    return gzip.decompress(file_of(folder, name, ".hlo.gz").read_bytes()).decode()
+
+
+def _profiled(folder: Path, name: str) -> Kernels:
+    path = file_of(folder, name, ".xplane.gz")
+    if not path.exists():
+        return {}
+    data = jax.profiler.ProfileData.from_serialized_xspace(gzip.decompress(path.read_bytes()))
+    return kernels_of(data)
 
 
 def _judged(folder: Path, name: str) -> Row:
@@ -127,7 +133,7 @@ def kernel_lines(folder: Path, name: str, limit: int = 40) -> list[str]:
     """The judged kernels of a step, the longest first, beside the profiled seconds of the same
     instruction; then the profiled kernels that have no such instruction."""
     rows = {row["name"]: row for row in json.loads((folder / "rows.json").read_text())["rows"]}
-    profiled = dict(rows[name].get("kernels", {}))
+    profiled = _profiled(folder, name)
     found = judge(_program(folder, name), DEVICE)
     lines = [
         f"{name}: measured {1e3 * rows[name]['step_s']:.2f} ms, judged {1e3 * found.step_s:.2f}; "

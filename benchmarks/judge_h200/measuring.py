@@ -1,4 +1,4 @@
-"""Cases → a folder with a row per case, its optimized HLO, and its kernels' times.
+"""Cases → a folder with a row per case, its optimized HLO, and a profile of one step.
 
 Some cases at a time are compiled side by side, then timed one after another with nothing else on
 the GPU. When all have been timed, one step of each runs under the profiler while time is left. The
@@ -57,13 +57,13 @@ class Folder:
         document = {**self.about, "rows": list(self.rows.values())}
         (self.path / "rows.json").write_text(json.dumps(document, indent=1) + "\n")
 
-    def add_program(self, name: str, hlo_text: str) -> None:
-        with gzip.open(self.path / program_file(name), "wt") as file:
-            file.write(hlo_text)
+    def add_file(self, name: str, ending: str, content: bytes) -> None:
+        file_of(self.path, name, ending).write_bytes(gzip.compress(content, 6))
 
 
-def program_file(name: str) -> str:
-    return re.sub(r"\W+", "-", name) + ".hlo.gz"
+def file_of(folder: Path, name: str, ending: str) -> Path:
+    """A case's program (".hlo.gz") or profile (".xplane.gz")."""
+    return folder / (re.sub(r"\W+", "-", name) + ending)
 
 
 def measure(cases: Sequence[Case], folder: Folder, *, tiny: bool, ends_s: float) -> None:
@@ -77,7 +77,7 @@ def measure(cases: Sequence[Case], folder: Folder, *, tiny: bool, ends_s: float)
             if not isinstance(found, Compiled):
                 _fail(folder, case, found)
                 continue
-            folder.add_program(case.name, found.step.as_text())
+            folder.add_file(case.name, ".hlo.gz", found.step.as_text().encode())
             try:
                 row = _timed_row(found)
             except jax.errors.JaxRuntimeError as error:
@@ -90,8 +90,7 @@ def measure(cases: Sequence[Case], folder: Folder, *, tiny: bool, ends_s: float)
     for one in ready:
         if time.monotonic() > ends_s:
             break
-        folder.add({"name": one.case.name, "kernels": profiled(one)})
-    print(f"profiled {sum('kernels' in row for row in folder.rows.values())} steps", flush=True)
+        folder.add_file(one.case.name, ".xplane.gz", _profile(one))
 
 
 def _fail(folder: Folder, case: Case, error: Exception) -> None:
@@ -150,32 +149,29 @@ def _timed_row(one: Compiled) -> dict[str, Any]:
     }
 
 
-def profiled(one: Compiled) -> Kernels:
-    """The kernels of one step, by HLO instruction where the profiler knows it (it does not for
-    those in command buffers)."""
+def _profile(one: Compiled) -> bytes:
+    """One step as the profiler sees it. It is parsed later: some versions of the parser abort."""
     state, batch = jax.block_until_ready((one.make_state(), one.batch()))
     state, _ = jax.block_until_ready(one.step(state, *batch))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(one.step(state, *batch))
         (path,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_serialized_xspace(path.read_bytes())
-    return kernels_of(data)
+        return path.read_bytes()
 
 
 def kernels_of(data: Any) -> Kernels:
-    """Of a GPU's streams if there is one, else of all threads."""
-    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
+    """The kernels on a GPU's streams, of `jax.profiler.ProfileData`: by HLO instruction where the
+    profiler knows it (it does not for those in command buffers), else by name."""
     found: dict[str, list[float]] = {}
-    for plane in planes or data.planes:
-        for line in plane.lines:
-            if planes and not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                op = dict(event.stats).get("hlo_op")
-                if op is None and not planes:
-                    continue
-                sums = found.setdefault(str(op or event.name), [0, 0.0])
+    for plane in data.planes:
+        lines = plane.lines if plane.name.startswith("/device:GPU") else ()
+        for line in lines:
+            for event in line.events if line.name.startswith("Stream") else ():
+                name = str(dict(event.stats).get("hlo_op") or event.name)
+                sums = found.setdefault(name, [0, 0.0])
                 sums[0] += 1
                 sums[1] += 1e-9 * event.duration_ns
     return {name: (int(runs), seconds) for name, (runs, seconds) in found.items()}

@@ -1,0 +1,87 @@
+"""The benchmark that holds judge and planner against measured steps: cases, dry run, figures."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from benchmarks.judge_h200 import __main__ as command
+from benchmarks.judge_h200.cases import DEVELOPMENT, HELD_OUT, all_cases
+from benchmarks.judge_h200.comparing import summary, text
+from benchmarks.judge_h200.measuring import file_of, kernels_of
+
+
+def test_halves_share_no_model_and_files_no_name() -> None:
+    assert not DEVELOPMENT.keys() & HELD_OUT.keys()
+    cases = list(all_cases())
+    assert len(cases) == len(DEVELOPMENT) + len(HELD_OUT) >= 24
+    assert sum(case.held_out for case in cases) == len(cases) / 2
+    assert len({file_of(Path(), case.name, "") for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("name", ["lstm", "scanned llama", "nerf"])
+def test_a_real_size_is_larger_than_the_dry_run_s(name: str) -> None:
+    (case,) = (case for case in all_cases() if case.name == name)
+
+    def num_elements(tiny: bool) -> int:
+        leaves = jax.tree.leaves(jax.eval_shape(case.make(tiny).make_state))
+        return sum(leaf.size for leaf in leaves)
+
+    assert num_elements(False) > 20 * num_elements(True)
+
+
+def test_a_dry_run_measures_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "rows"
+    typed = ["judge_h200", "measure", "--tiny", "--out", str(folder), "--only", "two towers"]
+    monkeypatch.setattr(sys, "argv", typed)
+    command.main()
+    (row,) = json.loads((folder / "rows.json").read_text())["rows"]
+    assert row["name"] == "two towers" and row["held_out"]
+    assert row["step_s"] > 0 and row["memory"]["peak"] > 0
+    assert b"HloModule" in gzip.decompress(file_of(folder, "two towers", ".hlo.gz").read_bytes())
+    assert gzip.decompress(file_of(folder, "two towers", ".xplane.gz").read_bytes())
+
+    out = tmp_path / "figures.json"
+    monkeypatch.setattr(
+        sys, "argv", ["judge_h200", "compare", str(folder), "--tiny", "--json", str(out)]
+    )
+    command.main()
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["predicted_s"] > 0
+    assert "held out: decide nothing" in capsys.readouterr().out
+
+
+def test_kernels_are_those_of_a_gpu_s_streams() -> None:
+    def line(name: str, *events: tuple[str, str | None, float]) -> SimpleNamespace:
+        made = [
+            SimpleNamespace(name=kernel, stats=[("hlo_op", op)] if op else [], duration_ns=ns)
+            for kernel, op, ns in events
+        ]
+        return SimpleNamespace(name=name, events=made)
+
+    streams = line("Stream #1", ("k1", "dot.1", 2e9), ("k1", "dot.1", 1e9), ("nvjet", None, 5e8))
+    gpu = SimpleNamespace(name="/device:GPU:0", lines=[streams, line("Steps", ("s", None, 9e9))])
+    host = SimpleNamespace(name="/host:CPU", lines=[line("Stream", ("h", "dot.1", 9e9))])
+    found = kernels_of(SimpleNamespace(planes=[host, gpu]))
+    assert found == {"dot.1": (2, 3.0), "nvjet": (1, 0.5)}
+
+
+def test_summary_counts_what_is_near() -> None:
+    rows = [
+        {"name": "a", "held_out": False, "step_s": 1.0, "judged_s": 1.05, "predicted_s": 0.8},
+        {"name": "b", "held_out": False, "step_s": 1.0, "judged_s": 0.85},
+        {"name": "c", "held_out": True, "error": "OOM"},
+    ]
+    assert summary(rows, "judged_s")["within_10"] == 0.5
+    assert summary(rows, "judged_s")["within_25"] == 1.0
+    assert summary(rows, "predicted_s")["rows"] == 1
+    shown = text([{**row, "memory": {"peak": 1.0}, "predicted_bytes": 2.0} for row in rows])
+    assert "judge: 50% of 2 within 10 %" in shown and "OOM" in shown
