@@ -39,6 +39,7 @@ from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import WALL, ParallelPlan
 from autopar.ir.stages import SearchReport
+from autopar.ir.xla_options import stored_options
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoParallel,
@@ -134,7 +135,9 @@ def _as_asked(
     asked = plan.asked
     if method is None or isinstance(method, AutoParallel):
         asked = method_text(method or AutoParallel())
-    return replace(planned, plan=replace(plan, solver=solver, asked=asked))
+    xla_options = stored_options(options_of(method).xla_options) or None
+    plan = replace(plan, solver=solver, asked=asked, xla_options=xla_options)
+    return replace(planned, plan=plan)
 
 
 @dataclass(frozen=True)

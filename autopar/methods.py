@@ -13,6 +13,7 @@ from autopar.errors import ArgumentError, near_names, shortened
 from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.xla_options import XlaValue, checked_xla_options
 from autopar.ir.schedule import SCHEDULES
 
 
@@ -45,6 +46,11 @@ class ShardingOptions:
                             as many as pay where memory is short, "none", or "all".
     rerank:                 compile and run this many of the best plans, with made-up inputs, and
                             take the fastest; 0 takes the best predicted.
+    rerank_by:              "run" times them on the devices; "program" only compiles them, and
+                            takes the one whose scheduled program is judged the fastest.
+    xla_options:            options of XLA's compiler for the step's programs alone, name -> value,
+                            such as {"xla_gpu_enable_latency_hiding_scheduler": True}; the plan
+                            keeps them. XLA_FLAGS are for the whole process.
     planning_time_s:        seconds for the whole plan, tracing included: then the best plan so far
                             is used, with its proven gap, and `plan.solver.stopped` says what was
                             left out. Until there is a plan, planning goes on. None for no limit.
@@ -67,6 +73,8 @@ class ShardingOptions:
     memory_correction: MemoryCorrection | None = None
     remat: str = "auto"
     rerank: int = 0
+    rerank_by: str = "run"
+    xla_options: Mapping[str, XlaValue] = field(default_factory=dict, hash=False)
     planning_time_s: float | None = 60.0
     keep_best_on_interrupt: bool = False
 
@@ -91,6 +99,10 @@ class ShardingOptions:
             _refuse(self, "remat", "'none', 'auto' or 'all'")
         if self.rerank != 0 and not _is_count(self.rerank):
             _refuse(self, "rerank", "a number of plans ≥ 0")
+        if self.rerank_by not in ("run", "program"):
+            _refuse(self, "rerank_by", "'run' or 'program'")
+        checked = checked_xla_options(self.xla_options, "ShardingOptions(xla_options")
+        object.__setattr__(self, "xla_options", checked)
         self._check_patterns()
 
     def _check_patterns(self) -> None:

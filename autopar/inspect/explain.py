@@ -156,6 +156,9 @@ def _head(plan: ParallelPlan) -> list[str]:
         lines += paragraph(f"recomputed in the backward pass: {layer_names(plan.remat)}")
     for line in pin_lines(plan):
         lines += paragraph(line)
+    if plan.xla_options:
+        given = ", ".join(f"{name}={value}" for name, value in plan.xla_options)
+        lines += paragraph(f"options of XLA: {given}")
     return lines
 
 
@@ -215,6 +218,7 @@ def _step(plan: ParallelPlan) -> list[str]:
         ]
         width = max((len(row[0]) for row in rows), default=0)
         lines += [f"{name:{width}}  {seconds:>10}  {part:>4}" for name, seconds, part in rows]
+    lines += [line for text in judged_sentences(plan) for line in paragraph(text, "")]
     rates = rates_of(plan)
     if rates is not None and rates.model:
         text = (
@@ -234,6 +238,22 @@ def _step(plan: ParallelPlan) -> list[str]:
     at_most = " at most" if plan.is_pipeline else ""
     lines.append(f"  sent {format_bytes(plan.communication_bytes)} per device{at_most}")
     return lines
+
+
+def judged_sentences(plan: ParallelPlan) -> list[str]:
+    """The step as its compiled program shows it, if that was read."""
+    judged = plan.judged
+    if judged is None:
+        return []
+    text = f"step by XLA's schedule: {format_seconds(judged.step_s)}"
+    if plan.is_timed:
+        text += f" ({judged.step_s / plan.estimated_step_s:.2f} × predicted)"
+    if judged.links_s:
+        text += (
+            f"; collectives {format_seconds(judged.links_s)}, of which kernels wait for "
+            f"{format_seconds(judged.exposed_s)}"
+        )
+    return [text]
 
 
 def _limits(plan: ParallelPlan) -> list[str]:

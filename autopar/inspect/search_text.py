@@ -86,7 +86,7 @@ def _tried_lines(tried: Sequence[TriedPlan]) -> list[str]:
     for one in tried:
         predicted = f"predicted {format_seconds(one.predicted_s)}"
         if one.compiled_s is not None:
-            measured = f"corrected by compiling {format_seconds(one.compiled_s)}"
+            measured = f"as compiled {format_seconds(one.compiled_s)}"
             measured += f", {format_bytes(one.memory_bytes)}"
             measured += f", {one.failure}" if one.failure else ""
         elif one.measured_s is None:

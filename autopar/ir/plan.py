@@ -21,6 +21,7 @@ from autopar.errors import PlanError
 from autopar.ir.blocks import Blocks
 from autopar.ir.details import PlanDetails
 from autopar.ir.files import write_whole
+from autopar.ir.judged import JudgedStep
 from autopar.ir.late_methods import late_method
 from autopar.ir.layering import PER_STAGE_OUTPUTS, STORED_LAYERING, Layering
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
@@ -31,6 +32,7 @@ from autopar.ir.sealed import SealedFormat
 from autopar.ir.spec import WHOLE, Layout, fits, spec_from_text, to_partition_spec
 from autopar.ir.stages import SearchReport
 from autopar.ir.timeline import PipelineTimes, Timeline
+from autopar.ir.xla_options import StoredOptions, are_stored
 
 FORMAT_VERSION = 4
 PLAN_FORMAT = SealedFormat(
@@ -151,6 +153,8 @@ class ParallelPlan:
                           step without them.
     correction:           what XLA was found to keep, over what was predicted; in its predictions.
     memory_found:         XLA's bytes, once the plan is compiled.
+    xla_options:          of XLA's compiler, for the plan's programs; None for its defaults.
+    judged:               the step as XLA's schedule shows it, once the plan was compiled and read.
     warnings:             for the user.
     program, fingerprint: the annotated program, and its identity.
     in_tree, out_tree, origin: pytrees, and the problem that the plan solves; not in files.
@@ -191,6 +195,8 @@ class ParallelPlan:
     memory_found: MemoryFound | None = field(
         default=None, compare=False, metadata={"omit_none": True}
     )
+    xla_options: StoredOptions | None = field(default=None, metadata={"omit_none": True})
+    judged: JudgedStep | None = field(default=None, compare=False, metadata={"omit_none": True})
     in_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
@@ -366,6 +372,10 @@ def _check_values(plan: ParallelPlan, where: str) -> None:
         raise PLAN_FORMAT.malformed(where, f"correction: {correction}")
     if plan.memory_found is not None and not plan.memory_found.compiled_bytes:
         raise PLAN_FORMAT.malformed(where, "memory_found: no bytes of any mesh")
+    if plan.xla_options is not None and not are_stored(plan.xla_options):
+        raise PLAN_FORMAT.malformed(where, f"xla_options: {plan.xla_options!r:.200}")
+    if plan.judged is not None and not plan.judged.is_sound:
+        raise PLAN_FORMAT.malformed(where, f"judged: {plan.judged!r}")
     for name, values in (("remat", plan.remat), ("layers", plan.layers)):
         if len(set(values)) != len(values):
             raise PLAN_FORMAT.malformed(where, f"{name}: {values!r:.60} has a name twice")

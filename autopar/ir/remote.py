@@ -16,6 +16,7 @@ import numpy as np
 from autopar.ir.pipeline import MeshProgram, Phase, PipelinePrograms, Recv, Send
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.tiles import Box, TilePlan, shard_box
+from autopar.ir.xla_options import StoredOptions
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class ProgramSpec:
     reads: tuple[ShardedType, ...]
     writes: tuple[ShardedType, ...]
     donated: tuple[int, ...]
+    xla_options: StoredOptions = ()
 
 
 @dataclass(frozen=True)

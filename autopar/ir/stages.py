@@ -71,7 +71,7 @@ class TriedPlan:
     memory_bytes: XLA's peak on one device; 0 if unknown.
     failure:      why it did not run, or does not fit.
     is_known:     its time comes from the database.
-    compiled_s:   of a plan that was only compiled: predicted with XLA's communication.
+    compiled_s:   of a plan that was only compiled: its step as the compiled program shows it.
     """
 
     what: str

@@ -86,7 +86,9 @@ def plan_candidates(
     different = {plan_digest(planned.plan): planned for planned in reversed(plans)}
     ranked = sorted(different.values(), key=_predicted_s)
     others = [p for p in ranked if p is not different[plan_digest(chosen.plan)]]
-    return sorted([chosen, *others[: num - 1]], key=_predicted_s)
+    best = sorted([chosen, *others[: num - 1]], key=_predicted_s)
+    xla_options = chosen.plan.xla_options
+    return [replace(p, plan=replace(p.plan, xla_options=xla_options)) for p in best]
 
 
 def _predicted_s(planned: PlannedStep) -> float:

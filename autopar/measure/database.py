@@ -88,6 +88,7 @@ class Row:
 def key_of(plan: ParallelPlan, donated: Sequence[int], devices: Sequence[Any]) -> Key:
     program = f"{plan.fingerprint.program} {sorted(donated)}"
     place, versions = where_and_with(devices[: plan.num_devices])
+    versions += f" {plan.xla_options}" if plan.xla_options else ""
     return Key(program, plan_digest(plan), place, versions)
 
 

@@ -1,15 +1,19 @@
-"""The fastest of the best few plans, by running them: `ShardingOptions(rerank=k)`.
+"""The fastest of the best few plans, by running or judging them: `ShardingOptions(rerank=k)`.
 
     function, arguments, devices → the k best plans → their times → PlannedStep   (`plan_fastest`)
 
 Each plan is compiled and timed with synthetic inputs on this process's devices, unless the database
 has its time. A plan that runs out of memory is out, whatever was predicted. The timings become part
 of the plan: `plan.search.tried`, which `plan.explain()` shows.
+
+With `rerank_by="program"` nothing runs: each plan is compiled, and its time is read from XLA's
+schedule (`autopar.measure.judge`); what exceeds the budget by XLA's count is out.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -21,19 +25,22 @@ from autopar.executables import make_executable
 from autopar.inspect.lines import counted
 from autopar.inspect.search_text import stages_text
 from autopar.ir.details import PlanDetails
+from autopar.ir.judged import JudgedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.profile import Timing
 from autopar.ir.stages import SearchReport, TriedPlan
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import plan_candidates
 from autopar.measure.database import Database, default_database, key_of, where_and_with
+from autopar.measure.judged_plan import judged_executable
 from autopar.measure.time_step import StepTiming, time_executable
-from autopar.methods import ParallelMethod
+from autopar.methods import ParallelMethod, options_of
 from autopar.progress import Progress, debugs, tell
-from autopar.runtime.local import LocalExecutable
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.executable import Executable
+from autopar.sharding.refit import limit_of
 from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.trace import StepOptions, trace
 
@@ -43,7 +50,7 @@ class Fastest:
     """`executable`: None if the time came from the database."""
 
     planned: PlannedStep
-    executable: LocalExecutable | PipelineExecutable | None
+    executable: Executable | None
 
 
 def plan_fastest(
@@ -74,7 +81,10 @@ def plan_fastest(
     candidates = plan_candidates(
         fn, args, kwargs, cluster=cluster, method=method, options=options, num=num
     )
-    winner = fastest(candidates, devices, database)
+    if options_of(method).rerank_by == "program":
+        winner = best_judged(candidates, devices, cluster)
+    else:
+        winner = fastest(candidates, devices, database)
     database.keep_choice(key, winner.planned.plan.to_json())
     return winner
 
@@ -111,7 +121,8 @@ class _TimedCandidate:
 
     planned: PlannedStep
     timing: StepTiming
-    executable: LocalExecutable | PipelineExecutable | None = None
+    executable: Any = None  # of this process: what `make_executable` gives
+    judged: JudgedStep | None = None
 
     @property
     def is_known(self) -> bool:
@@ -154,6 +165,41 @@ def fastest(
     plan = winner.planned.plan
     plan = replace(plan, search=report, warnings=(*plan.warnings, *_busy(winner, near)))
     return Fastest(replace(winner.planned, plan=plan), winner.executable)
+
+
+def best_judged(
+    candidates: Sequence[PlannedStep], devices: Sequence[Any], cluster: ClusterSpec
+) -> Fastest:
+    """The plan with the shortest judged step of those that fit; nothing runs."""
+    tried: list[_TimedCandidate] = []
+    with Progress("compiling plans", len(candidates)) as progress:
+        for planned in candidates:
+            tried.append(_judged(planned, devices, cluster))
+            if debugs("solver"):
+                tell("solver", f"autopar rerank: {_text(tried[-1])}")
+            progress.step()
+    winner = min(tried, key=lambda candidate: candidate.step_s)
+    if winner.timing.step is None:
+        raise _none_fits(tried)
+    plan = winner.planned.plan
+    report = plan.search or SearchReport(0, 0, 0, 0)
+    report = replace(report, tried=tuple(_record(c, c is winner) for c in tried))
+    plan = replace(plan, search=report, judged=winner.judged)
+    return Fastest(replace(winner.planned, plan=plan), winner.executable)
+
+
+def _judged(planned: PlannedStep, devices: Sequence[Any], cluster: ClusterSpec) -> _TimedCandidate:
+    plan, started_s = planned.plan, time.perf_counter()
+    executable = make_executable(planned, devices)
+    num_bytes = float(executable.memory_bytes())  # compiles
+    compile_s = time.perf_counter() - started_s
+    judged, failure = judged_executable(executable, cluster), ""
+    limit = limit_of(plan, None, devices[0].platform)
+    if limit is not None and num_bytes > limit:
+        failure = f"exceeds the budget by {format_bytes(num_bytes - limit)}"
+    step = None if failure else Timing(judged.step_s)
+    timing = StepTiming(step, compile_s, num_bytes, failure)
+    return _TimedCandidate(planned, timing, executable, judged)
 
 
 def _timed(planned: PlannedStep, devices: Sequence[Any], database: Database) -> _TimedCandidate:
@@ -201,13 +247,14 @@ def _record(candidate: _TimedCandidate, is_chosen: bool) -> TriedPlan:
     return TriedPlan(
         what=plan_summary(plan),
         predicted_s=plan.estimated_step_s,
-        measured_s=None if step is None else step.seconds,
+        measured_s=None if step is None or candidate.judged is not None else step.seconds,
         spread=0.0 if step is None else step.spread,
         predicted_bytes=plan.estimated_peak_bytes,
         memory_bytes=candidate.timing.memory_bytes,
         failure=candidate.timing.failure,
         is_known=candidate.is_known,
         is_chosen=is_chosen,
+        compiled_s=None if candidate.judged is None else candidate.judged.step_s,
     )
 
 
@@ -240,7 +287,8 @@ def _text(candidate: _TimedCandidate) -> str:
     plan = candidate.planned.plan
     measured = candidate.timing.failure
     if candidate.timing.step is not None:
-        measured = f"measured {format_seconds(candidate.step_s)}"
+        how = "measured" if candidate.judged is None else "judged"
+        measured = f"{how} {format_seconds(candidate.step_s)}"
     source = ", from the database" if candidate.is_known else ""
     predicted = format_seconds(plan.estimated_step_s)
     return f"{plan_summary(plan)}: predicted {predicted}, {measured}{source}"
@@ -252,7 +300,7 @@ def _none_fits(tried: Sequence[_TimedCandidate]) -> MemoryBudgetError:
     budget = first.planned.plan.memory_budget_bytes
     lines = "\n".join(f"  - {_text(candidate)}" for candidate in tried)
     return MemoryBudgetError(
-        f"{first.planned.plan.name}: all {len(tried)} plans that ShardingOptions(rerank=…) timed "
+        f"{first.planned.plan.name}: all {len(tried)} plans that ShardingOptions(rerank=…) tried "
         f"ran out of memory; the smallest needs {format_bytes(needed)} per device according to "
         f"XLA.\n{lines}\nSet ShardingOptions(memory_budget_bytes=…) below the devices' memory, use "
         "remat='all', or reduce the batch.",

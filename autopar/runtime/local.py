@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.errors import AutoparError, CompileError
 from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Run
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.xla_options import compiler_options
 from autopar.progress import Progress, logged
 from autopar.runtime.arguments import (
     SignatureChanged,
@@ -137,7 +138,7 @@ class LocalExecutable(Executable):
         what = f"compiling {self.plan.name}"
         try:
             with Progress(what), logged(what):
-                return self._lower_step().compile()
+                return self._lower_step().compile(compiler_options(self.plan.xla_options))
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(
                 f"XLA could not compile {self.plan.name} for the mesh "

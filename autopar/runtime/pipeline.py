@@ -33,6 +33,7 @@ from autopar.ir.pipeline import (
 )
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.tiles import TilePlan
+from autopar.ir.xla_options import compiler_options
 from autopar.runtime.arguments import DeletedArrayError, place_some, without_aliases
 from autopar.runtime.executable import FlatFunction, InstructionExecutable
 from autopar.runtime.operations import (
@@ -285,7 +286,8 @@ class PipelineExecutable(InstructionExecutable):
         """The compiled stage programs by name, such as `stage0_forward`."""
         if self._compiled is None:
             lowered = [self._lower(number) for number in range(len(self.names))]
-            self._compiled = compile_stage_programs(self.plan.name, self.names, lowered)
+            options = compiler_options(self.plan.xla_options)
+            self._compiled = compile_stage_programs(self.plan.name, self.names, lowered, options)
         return dict(zip(self.names, self._compiled, strict=True))
 
     def _lower(self, number: int) -> jax.stages.Lowered:

@@ -12,6 +12,7 @@ import jax
 
 from autopar.errors import CompileError
 from autopar.ir.pipeline import StageProgram
+from autopar.ir.xla_options import XlaValue
 from autopar.progress import Progress, logged
 
 # (stage, value) -> type and sharding; for a value of each micro-batch, of one micro-batch.
@@ -19,7 +20,10 @@ Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
 
 
 def compile_stage_programs(
-    step_name: str, names: Sequence[str], lowered: Sequence[jax.stages.Lowered]
+    step_name: str,
+    names: Sequence[str],
+    lowered: Sequence[jax.stages.Lowered],
+    xla_options: dict[str, XlaValue] | None = None,
 ) -> list[jax.stages.Compiled]:
     """Compiles several at a time."""
     what = f"compiling {step_name}"
@@ -31,7 +35,7 @@ def compile_stage_programs(
 
         def compile_one(name: str, program: jax.stages.Lowered) -> jax.stages.Compiled:
             try:
-                compiled = program.compile()
+                compiled = program.compile(xla_options)
             except jax.errors.JaxRuntimeError as error:
                 raise CompileError(
                     f"XLA could not compile {name} of {step_name}: {error}"

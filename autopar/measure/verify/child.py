@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from autopar import _jax
 from autopar.ir.files import write_whole
 from autopar.ir.mesh import ClusterSpec
-from autopar.measure.judge import judge
+from autopar.measure.judged_plan import judged
 from autopar.measure.verify.jobs import CompileJob
 from autopar.runtime.hlo import read_collectives, read_dot_flops
 from autopar.runtime.remote.exporting import compile_stage_program
@@ -75,8 +76,7 @@ def compiled_figures(job: CompileJob) -> dict[str, Any]:
 def _times(text: str, job: CompileJob) -> list[float] | None:
     if job.device is None:
         return None
-    judged = judge(text, ClusterSpec(*job.topology, device=job.device))
-    return [judged.step_s, judged.compute_s, judged.links_s, judged.exposed_s]
+    return list(astuple(judged(text, ClusterSpec(*job.topology, device=job.device))))
 
 
 if __name__ == "__main__":

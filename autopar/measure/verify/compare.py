@@ -12,11 +12,13 @@ from math import inf, prod
 
 import numpy as np
 
+from autopar.ir.judged import JudgedStep
 from autopar.ir.pipeline import Recv, Run
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import LoweredStep, ShardedType
 from autopar.ir.tiles import shard_box
-from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts, ProgramTimes
+from autopar.measure.judged_plan import added_runs
+from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
 from autopar.measure.verify.report import (
     Compared,
     VerifiedMesh,
@@ -99,25 +101,20 @@ def verified_meshes(
                     ),
                     _predicted_collectives(plans),
                 ),
-                step_s=_judged_step(
-                    [(runs[p], costs[job_of_stage_program[p]].times) for p in stage_programs],
-                    None if plan.is_pipeline or not plan.is_timed else plan.estimated_step_s,
+                judged=_judged(
+                    [(runs[p], costs[job_of_stage_program[p]].times) for p in stage_programs]
+                ),
+                predicted_s=(
+                    None if plan.is_pipeline or not plan.is_timed else plan.estimated_step_s
                 ),
             )
         )
     return tuple(verified)
 
 
-def _judged_step(
-    programs: Sequence[tuple[int, ProgramTimes | None]], predicted: float | None
-) -> Compared | None:
-    """All runs of a mesh's programs, one after the other."""
-    total = 0.0
-    for runs, times in programs:
-        if times is None:
-            return None
-        total += runs * times.step_s
-    return Compared(total, predicted)
+def _judged(programs: Sequence[tuple[int, JudgedStep | None]]) -> JudgedStep | None:
+    known = [(runs, times) for runs, times in programs if times is not None]
+    return added_runs(known) if len(known) == len(programs) else None
 
 
 def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:

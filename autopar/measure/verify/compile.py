@@ -22,7 +22,8 @@ from typing import BinaryIO
 import jax
 
 from autopar.errors import CompileError
-from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts, ProgramTimes
+from autopar.ir.judged import JudgedStep
+from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
 
 MAX_PROCESSES = 2
 _LOG_LINES = 12
@@ -128,5 +129,5 @@ def _result(job: CompileJob, folder: Path, code: int) -> ProgramCosts:
     collectives = tuple(Collectives(*fields) for fields in result.pop("collectives"))
     times = result.pop("times", None)
     return ProgramCosts(
-        **result, collectives=collectives, times=ProgramTimes(*times) if times else None
+        **result, collectives=collectives, times=JudgedStep(*times) if times else None
     )

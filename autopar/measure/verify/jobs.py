@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.judged import JudgedStep
 from autopar.ir.mesh import DeviceSpec
 from autopar.ir.remote import ProgramSpec
 
@@ -37,16 +38,6 @@ class Collectives:
 
 
 @dataclass(frozen=True)
-class ProgramTimes:
-    """What the judge reads from XLA's schedule (`autopar.measure.judge`), seconds of one run."""
-
-    step_s: float
-    compute_s: float
-    links_s: float
-    exposed_s: float
-
-
-@dataclass(frozen=True)
 class ProgramCosts:
     """XLA's costs of a compiled program, per device and run. An output in a donated argument counts
     in `argument_bytes`, `output_bytes` and `alias_bytes`."""
@@ -58,7 +49,7 @@ class ProgramCosts:
     collectives: tuple[Collectives, ...]
     dot_flops: float
     seconds: float  # of compiling
-    times: ProgramTimes | None = None
+    times: JudgedStep | None = None  # as the judge reads XLA's schedule, one run
 
     @property
     def peak_bytes(self) -> int:

@@ -3,24 +3,27 @@
     function, arguments, cluster, target → the k best plans → VerifyReport of each → ParallelPlan
 
 Without devices nothing can be timed. Compiling shows memory, which may rule a plan out, and the
-bytes that XLA's collectives send, which correct the predicted communication.
+scheduled program, of which the judge reads the time (`autopar.measure.judge`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, MemoryBudgetError
+from autopar.ir.judged import JudgedStep
 from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport, TriedPlan
 from autopar.ir.text import format_bytes
 from autopar.measure.candidates import plan_candidates
+from autopar.measure.judged_plan import judged_step
 from autopar.measure.rerank import plan_summary
 from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
@@ -127,7 +130,7 @@ def fitted_by_xla(
         limit_bytes=min(limits),
     )
     fitted, found = refit.fitted(first)
-    return replace(fitted.plan, memory_found=found)
+    return replace(fitted.plan, memory_found=found, judged=fitted.judged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +138,20 @@ class CompiledPlan:
     plan: ParallelPlan
     report: VerifyReport
 
+    @cached_property
+    def judged(self) -> JudgedStep | None:
+        """The step as the judge reads XLA's schedules; None if it read none."""
+        meshes = [mesh.judged for mesh in self.report.meshes if mesh.judged is not None]
+        if len(meshes) < len(self.report.meshes):
+            return None
+        return judged_step(self.plan, meshes)
+
     @property
     def step_s(self) -> float:
-        """The predicted step, its communication scaled by the bytes of XLA's collectives over the
-        predicted bytes."""
+        """The judged step, or else the predicted one, its communication scaled by the bytes of
+        XLA's collectives over the predicted bytes."""
+        if self.judged is not None:
+            return self.judged.step_s
         pairs = [c.sent_bytes for mesh in self.report.meshes for c in mesh.collectives]
         predicted = sum(pair.predicted or 0.0 for pair in pairs)
         compute_s = sum(module.compute_s for module in self.plan.modules)
@@ -151,7 +164,7 @@ class CompiledPlan:
 
 
 def best_compiled(compiled: Sequence[CompiledPlan]) -> ParallelPlan:
-    """The plan with the shortest corrected step of those that fit; its search report has all."""
+    """The plan with the shortest compiled step of those that fit; its search report has all."""
     fitting = [candidate for candidate in compiled if candidate.report.fits]
     if not fitting:
         raise _none_fits(compiled)
@@ -171,7 +184,7 @@ def best_compiled(compiled: Sequence[CompiledPlan]) -> ParallelPlan:
         for candidate in compiled
     )
     report = winner.plan.search or SearchReport(0, 0, 0, 0)
-    return replace(winner.plan, search=replace(report, tried=tried))
+    return replace(winner.plan, search=replace(report, tried=tried), judged=winner.judged)
 
 
 def _excess(candidate: CompiledPlan) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.codec import encode
+from autopar.ir.judged import JudgedStep
 from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.measure.verify.jobs import Collectives, ProgramCosts
 
@@ -64,8 +65,9 @@ class VerifiedMesh:
     buffer_bytes: the most that buffers hold between programs.
     limit_bytes:  the device memory that a step may use.
     budget_bytes: the plan's memory budget, or None.
-    step_s:       the mesh's programs as the judge reads them from XLA's schedule, and the predicted
+    judged:       the mesh's programs as the judge reads them from XLA's schedule, all runs of a
                   step; None if they were not judged.
+    predicted_s:  the predicted step, if this is the only mesh.
     """
 
     mesh: int
@@ -78,7 +80,13 @@ class VerifiedMesh:
     budget_bytes: float | None
     dot_flops: Compared
     collectives: tuple[ComparedCollectives, ...]
-    step_s: Compared | None = None
+    judged: JudgedStep | None = None
+    predicted_s: float | None = None
+
+    @property
+    def step_s(self) -> Compared | None:
+        """The judged seconds of a step beside the predicted ones; None if it was not judged."""
+        return None if self.judged is None else Compared(self.judged.step_s, self.predicted_s)
 
     @property
     def excess_bytes(self) -> float:

@@ -22,6 +22,7 @@ from autopar.errors import ArgumentError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import LoweredProgram, LoweredStep, ProgramSpec
+from autopar.ir.xla_options import StoredOptions
 from autopar.lower.lower_step import AbstractDevices
 from autopar.lower.remote_step import lower_for_workers
 from autopar.measure.verify.compare import verified_meshes, verified_programs
@@ -82,7 +83,7 @@ def verify(
     folder = None if hlo_folder is None else Path(hlo_folder)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    jobs, job_of_stage_program = _jobs(lowered, cluster, gpu, folder)
+    jobs, job_of_stage_program = _jobs(lowered, cluster, gpu, folder, plan.xla_options or ())
     with Progress(f"compiling for {gpu.name}", len(jobs)) as progress:
         costs = compile_all(jobs, time_limit_s, lambda _: progress.step())
     limit = _limit_bytes(plan, gpu, given=target is not None)
@@ -136,7 +137,11 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _jobs(
-    lowered: LoweredStep, cluster: ClusterSpec, target: GpuTarget, hlo_folder: Path | None
+    lowered: LoweredStep,
+    cluster: ClusterSpec,
+    target: GpuTarget,
+    hlo_folder: Path | None,
+    xla_options: StoredOptions,
 ) -> tuple[list[CompileJob], list[int]]:
     """The distinct programs to compile, and the number of each stage program's among them."""
     jobs: list[CompileJob] = []
@@ -156,6 +161,7 @@ def _jobs(
                 stage_program.reads,
                 stage_program.writes,
                 stage_program.donated,
+                xla_options,
             )
             hlo = str((hlo_folder / f"{name}.hlo.txt").absolute()) if hlo_folder else ""
             program = _serialized(exported)

@@ -125,12 +125,13 @@ class RemoteExecutable(InstructionExecutable):
         lowered, program = self._lowered, self._lowered.programs.meshes[mesh]
         sent = [i for i in program.instructions if isinstance(i, Send | Recv)]
         peers = {mesh} | {i.to_mesh if isinstance(i, Send) else i.from_mesh for i in sent}
+        options = self.plan.xla_options or ()
         return MeshTask(
             number=self.number,
             name=lowered.name,
             mesh=mesh,
             stage_programs={
-                number: ProgramSpec(p.name, p.stage, p.reads, p.writes, p.donated)
+                number: ProgramSpec(p.name, p.stage, p.reads, p.writes, p.donated, options)
                 for number, p in enumerate(lowered.stage_programs)
                 if lowered.stage_program_mesh[number] == mesh
             },

@@ -17,6 +17,7 @@ from autopar import _jax
 from autopar.errors import ClusterError, CompileError
 from autopar.ir.remote import LoweredProgram, ProgramSpec, ShardedType
 from autopar.ir.spec import to_partition_spec
+from autopar.ir.xla_options import compiler_options
 
 _EXPORT_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
 # JAX's errors for callbacks and other operators that it cannot lower for absent devices.
@@ -143,6 +144,6 @@ def compile_stage_program(
         keep_unused=True,
     )
     try:
-        return jitted.lower(*reads).compile()
+        return jitted.lower(*reads).compile(compiler_options(spec.xla_options))
     except jax.errors.JaxRuntimeError as error:
         raise CompileError(f"XLA could not compile {name}: {error}") from error

@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.identity import plan_digest
+from autopar.ir.judged import JudgedStep
 from autopar.ir.profile import Timing
 from autopar.measure import rerank
 from autopar.measure.candidates import plan_candidates
@@ -253,3 +254,57 @@ def test_where_plans_cannot_be_run_they_are_not_ranked(monkeypatch):
 def test_a_number_of_plans_is_needed(given):
     with pytest.raises(ArgumentError, match=r"ShardingOptions\(rerank=.*needs a number of plans"):
         autopar.ShardingOptions(rerank=given)
+
+
+def test_by_program_nothing_runs_and_the_judge_decides(cache, compiled, monkeypatch):
+    """Of three plans the judge is told that the last is the fastest."""
+    seconds = iter((3e-3, 2e-3, 1e-3))
+
+    def told(executable, cluster):
+        found = next(seconds)
+        return JudgedStep(found, found, 0.0, 0.0)
+
+    monkeypatch.setattr(rerank, "judged_executable", told)
+    monkeypatch.setattr(rerank, "time_executable", None)  # nothing runs
+    options = autopar.ShardingOptions(rerank=3, rerank_by="program")
+    method = autopar.ShardParallel(mesh_shape=(8,), options=options)
+    first = autopar.parallelize(step, method=method)
+    plan = first.plan(*arguments())
+    tried = plan.search.tried
+    assert [one.compiled_s for one in tried] == [3e-3, 2e-3, 1e-3]
+    assert [one.is_chosen for one in tried] == [False, False, True]
+    assert all(one.measured_s is None and one.memory_bytes > 0 for one in tried)
+    assert plan.judged == JudgedStep(1e-3, 1e-3, 0.0, 0.0)
+    text = plan.explain(detail="full")
+    assert "3 plans compiled; → is chosen:" in text and "step by XLA's schedule: 1.00 ms" in text
+    results = first(*arguments())
+    assert len(compiled) == 3  # the chosen one is not compiled again
+    plain = jax.jit(step)(*arguments())
+    for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(plain), strict=True):
+        assert jnp.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    again = autopar.parallelize(step, method=method).plan(*arguments())  # from the database
+    assert len(compiled) == 3 and again.judged == plan.judged
+
+
+def test_a_judged_plan_over_its_budget_is_out(cache, monkeypatch):
+    """By XLA's count, whatever was predicted; here all of them."""
+    monkeypatch.setattr(rerank, "limit_of", lambda *_: 1.0)
+    options = autopar.ShardingOptions(rerank=2, rerank_by="program")
+    method = autopar.ShardParallel(mesh_shape=(8,), options=options)
+    with pytest.raises(MemoryBudgetError, match="exceeds the budget by"):
+        autopar.parallelize(step, method=method).plan(*arguments())
+
+
+def test_candidates_keep_the_options_of_xla():
+    options = autopar.ShardingOptions(rerank=3, xla_options={"xla_llvm_x": 2})
+    candidates = plan_candidates(
+        step,
+        arguments(),
+        {},
+        cluster=cluster_of_devices(jax.devices()),
+        method=autopar.ShardParallel(mesh_shape=(8,), options=options),
+        options=None,
+        num=3,
+    )
+    assert [p.plan.xla_options for p in candidates] == [(("xla_llvm_x", "2"),)] * 3

@@ -191,6 +191,8 @@ OPTIONS = {
     "memory_correction": MemoryCorrection(1.1),
     "remat": "none",
     "rerank": 2,
+    "rerank_by": "program",
+    "xla_options": {"xla_gpu_x": True},
     "planning_time_s": 59.0,
     "keep_best_on_interrupt": True,
 }

@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.identity import plan_digest
+from autopar.ir.judged import JudgedStep
 from autopar.measure.verify import plan_verified
 from autopar.measure.verify.report import Compared
 
@@ -27,15 +28,15 @@ STATE = {"a": jnp.ones((32, 64)), "b": jnp.ones((64, 16))}
 ARGUMENTS = STATE, jnp.ones((64, 32))
 
 
-def told(sent, excess):
-    """A report of plans that send so many times the predicted bytes."""
+def told(sent, excess, judged=None):
+    """A report of plans that send so many times the predicted bytes, as judged or not."""
     collectives = (SimpleNamespace(sent_bytes=Compared(sent * 100.0, 100.0)),)
     return SimpleNamespace(
         fits=excess <= 0,
         excess_bytes=float(excess),
         peak_bytes=2.0**20 + excess,
         target="h100-80gb",
-        meshes=(SimpleNamespace(collectives=collectives),),
+        meshes=(SimpleNamespace(collectives=collectives, judged=judged),),
     )
 
 
@@ -68,8 +69,21 @@ def test_what_does_not_fit_or_sends_more_is_not_taken(monkeypatch):
     assert tried[1].compiled_s > 1e3 * tried[1].predicted_s
     assert tried[2].compiled_s == pytest.approx(tried[2].predicted_s)
     text = plan.explain(detail="full")
-    assert "3 plans compiled; → is chosen:" in text and "corrected by compiling" in text
+    assert "3 plans compiled; → is chosen:" in text and "as compiled" in text
     assert autopar.ParallelPlan.from_json(plan.to_json()).search == plan.search
+
+
+def test_the_judge_decides_where_it_has_read_the_programs(monkeypatch):
+    """The second is the shortest by XLA's schedule, although it sends more than was predicted."""
+    seconds = (0.03, 0.01, 0.02)
+    judged = [JudgedStep(s, s / 2, s, s / 2) for s in seconds]
+    run, compiled = verified(monkeypatch, *[told(n, -1, j) for n, j in enumerate(judged, 1)])
+    plan = run()
+    assert plan_digest(plan) == plan_digest(compiled[1])
+    assert plan.judged == judged[1]
+    assert [one.compiled_s for one in plan.search.tried] == list(seconds)
+    assert "step by XLA's schedule: 10.00 ms" in plan.explain()
+    assert autopar.ParallelPlan.from_json(plan.to_json()).judged == judged[1]
 
 
 def test_where_none_fits_all_are_named(monkeypatch):
@@ -97,6 +111,7 @@ def counted(*ratios):
             peak_bytes=Compared(xla, plan.estimated_peak_bytes),
             limit_bytes=2 * budget,
             budget_bytes=budget,
+            judged=JudgedStep(0.02, 0.015, 0.01, 0.005),
         )
         return SimpleNamespace(meshes=(mesh,), fits=xla <= 2 * budget, peak_bytes=xla)
 
@@ -118,6 +133,7 @@ def test_one_plan_that_fits_by_xlas_count_is_taken(monkeypatch):
     plan = run()
     assert len(plans) == 1
     assert plan.memory_found.compiled_bytes == (1.1 * plan.estimated_peak_bytes,)
+    assert plan.judged.step_s == 0.02
     assert plan.memory_found.replanned == ()
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.measure.verify.jobs import Collectives, ProgramCosts, ProgramTimes
+from autopar.ir.judged import JudgedStep
+from autopar.measure.verify.jobs import Collectives, ProgramCosts
 from autopar.measure.verify.report import (
     Compared,
     VerifiedMesh,
@@ -99,10 +100,11 @@ def test_text_shows_both_sides():
 
 
 def test_times_that_the_judge_read():
-    made = report(mesh(9.0, step_s=Compared(0.020, 0.018)))
+    times = JudgedStep(0.020, 0.016, 0.010, 0.004)
+    made = report(mesh(9.0, judged=times, predicted_s=0.018))
     assert "schedule" not in str(made)  # no program was judged
     (program,) = made.programs
-    costs = replace(program.figures, times=ProgramTimes(0.020, 0.016, 0.010, 0.004))
+    costs = replace(program.figures, times=times)
     text = str(replace(made, programs=(replace(program, figures=costs),)))
     rows = [line.split() for line in text.splitlines()]
     times = ["16.00", "ms", "10.00", "ms", "4.00", "ms", "20.00", "ms"]
