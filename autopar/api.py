@@ -52,6 +52,7 @@ from autopar.sharding.refit import (
     can_refit,
     hopeful,
     limit_of,
+    on_devices_only,
     out_of_memory_excess,
     with_correction,
 )
@@ -164,6 +165,9 @@ class ParallelFunction:
         method = self._method
         if not isinstance(method, ParallelPlan):
             method = with_correction(method, correction)
+            if now.remote is not None or is_multi_controller():
+                where = "workers" if now.remote is not None else "the devices of several processes"
+                method = on_devices_only(method, where)
         num = _rerank_of(method)
         if num:
             _check_rerank(num, now.remote is not None)

@@ -18,6 +18,9 @@ depends on the method; each kind has one planner below, from a `StepSource` to a
     following   layouts of a train step's plan, then one of the first two    stages.following
     a plan      made elsewhere and bound to this program; nothing is solved
 
+If a step fits on no devices, the first two plan it again with state in host memory
+(sharding.host_memory).
+
 A step that was planned before, here or in another process, is in the plan cache (`plan_cache`): its
 plan is read and bound to the new trace like any plan that was made elsewhere.
 
@@ -33,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar._requirements import require_packages
-from autopar.errors import ArgumentError, AutoparError
+from autopar.errors import ArgumentError, AutoparError, MemoryBudgetError
 from autopar.ir.failures import failure_warnings
 from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
@@ -57,6 +60,7 @@ from autopar.plan_cache.key import is_cacheable, plan_key
 from autopar.progress import LOGGER, Progress, debugs, logged, tell
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import check_same_inputs
+from autopar.sharding.host_memory import HostWays, plan_with_host_memory
 from autopar.sharding.lost_state import lost_state_warning
 from autopar.sharding.method_text import method_text
 from autopar.sharding.plan_whole import WholeStep, bind_whole, plan_whole
@@ -239,6 +243,29 @@ def _plan(task: _Task) -> PlannedStep:
 
 
 def _plan_by_method(task: _Task) -> PlannedStep:
+    """With all state on the devices, or, if no such plan fits, with some of it in host memory."""
+    try:
+        return _plan_on_devices(task)
+    except MemoryBudgetError as error:
+        ways = HostWays(task.source, task.method, lambda host: _plan_with_host(task, host))
+        return plan_with_host_memory(ways, error)
+
+
+def _plan_with_host(task: _Task, host: tuple[int, ...]) -> PlannedStep:
+    """On one mesh, with this state in host memory."""
+    source, cluster, log = task.source, task.cluster, task.log
+    match task.method:
+        case ShardParallel() as method:
+            return plan_whole(WholeStep(source, cluster, method, log, task.mesh, host=host))
+        case AutoParallel() | None as method if task.mesh is None:
+            automatic = AutoTask(source, method or AutoParallel(), cluster, log, host)
+            return plan_automatically(automatic, one_mesh=True)
+        case _:
+            whole = WholeStep(source, cluster, ShardParallel(), log, task.mesh, host=host)
+            return plan_whole(whole)
+
+
+def _plan_on_devices(task: _Task) -> PlannedStep:
     """By the planner of a method's kind."""
     source, cluster, log = task.source, task.cluster, task.log
     match task.method:

@@ -8,10 +8,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autopar.lower.given_devices import devices_for
-from autopar.lower.lower_step import AbstractDevices, annotate, lower_pipeline
+from autopar.lower.lower_step import (
+    AbstractDevices,
+    annotate,
+    annotate_with_host_memory,
+    lower_pipeline,
+)
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.remote_step import lower_for_workers
 from autopar.lower.tiles import plan_transfers
+from autopar.runtime.host_memory import HostMemoryExecutable
 from autopar.runtime.local import LocalExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.executable import RemoteExecutable
@@ -20,9 +26,11 @@ from autopar.runtime.remote.session import RemoteSession
 
 def make_executable(
     planned: PlannedStep, devices: Sequence[Any]
-) -> LocalExecutable | PipelineExecutable:
+) -> LocalExecutable | PipelineExecutable | HostMemoryExecutable:
     """The step on devices of this process."""
     make = _make_pipeline if planned.plan.is_pipeline else _make_local
+    if planned.traced.host is not None:
+        make = _make_with_host_memory
     return make(planned, devices_for(planned, devices))
 
 
@@ -47,6 +55,15 @@ def _make_local(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable
     assert isinstance(mesh, Mesh)
     traced = planned.traced
     return LocalExecutable(planned.plan, flat_fn, traced.avals, traced.donated, mesh)
+
+
+def _make_with_host_memory(planned: PlannedStep, devices: Sequence[Any]) -> HostMemoryExecutable:
+    programs, mesh = annotate_with_host_memory(planned, devices)
+    assert isinstance(mesh, Mesh)
+    traced = planned.traced
+    return HostMemoryExecutable(
+        planned.plan, programs, traced.avals, traced.donated, mesh, traced.flat_fn
+    )
 
 
 def make_remote_executable(planned: PlannedStep, remote: RemoteSession) -> RemoteExecutable:

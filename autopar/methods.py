@@ -13,8 +13,8 @@ from autopar.errors import ArgumentError, near_names, shortened
 from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.xla_options import XlaValue, checked_xla_options
 from autopar.ir.schedule import SCHEDULES
+from autopar.ir.xla_options import XlaValue, checked_xla_options
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class ShardingOptions:
     allow_replicated_parameters: False: every state array of two or more dimensions is split over
                             some axis if any dimension can be; pins come first.
     memory_budget_bytes:    peak bytes of a step on one device; None for the device's memory.
+    host_memory:            where devices are too small for a step, whatever is sharded, recomputed
+                            and cut into micro-batches, the optimizer's state may lie in the memory
+                            of their hosts: "auto" as much as is needed, "never", or at most so many
+                            bytes per device. Not in pipelines.
     memory_correction:      what XLA was found to keep, over what is predicted, for plans that must
                             fit: `plan.correction` of an earlier plan. Steps that are run, and
                             `plan_verified`, find it by themselves.
@@ -70,6 +74,7 @@ class ShardingOptions:
     allow_all_to_all: bool = True
     allow_replicated_parameters: bool = True
     memory_budget_bytes: float | None = None
+    host_memory: str | float = "auto"
     memory_correction: MemoryCorrection | None = None
     remat: str = "auto"
     rerank: int = 0
@@ -92,6 +97,9 @@ class ShardingOptions:
         budget = self.memory_budget_bytes
         if budget is not None and not (_is_number(budget) and budget > 0):
             _refuse(self, "memory_budget_bytes", "a number of bytes > 0, or None")
+        host = self.host_memory
+        if host not in ("auto", "never") and not (_is_number(host) and host > 0):  # type: ignore[operator]
+            _refuse(self, "host_memory", "'auto', 'never' or a number of bytes > 0")
         correction = self.memory_correction
         if correction is not None and not isinstance(correction, MemoryCorrection):
             _refuse(self, "memory_correction", "the correction of a plan, or None")
@@ -454,6 +462,13 @@ class PipeshardParallel:
         if self.schedule not in SCHEDULES:
             _refuse(self, "schedule", "one of " + ", ".join(map(repr, SCHEDULES)))
         _check_options(self)
+        host = self.options.host_memory
+        if _is_number(host):
+            raise ArgumentError(
+                f"PipeshardParallel(options=ShardingOptions(host_memory={host!r})): the stages of "
+                "a pipeline keep their state on the devices. Use ShardParallel or AutoParallel, or "
+                "leave host_memory at 'auto' or 'never'."
+            )
 
 
 @dataclass(frozen=True)

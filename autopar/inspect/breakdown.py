@@ -45,13 +45,15 @@ def num_devices(plan: ParallelPlan) -> int:
 
 @dataclass(frozen=True)
 class StepShares:
-    """Seconds. `bubble`: waiting for other stages; `launch`: starting programs."""
+    """Seconds. `bubble`: waiting for other stages; `launch`: starting programs; `host`: fetching
+    state from host memory while other state is stored there."""
 
     step: float
     compute: float
     communication: float
     bubble: float = 0.0
     launch: float = 0.0
+    host: float = 0.0
 
 
 def mesh_shares(plan: ParallelPlan) -> list[StepShares]:
@@ -70,9 +72,11 @@ def mesh_shares(plan: ParallelPlan) -> list[StepShares]:
         compute = sum(module.compute_s for module in modules)
         communication = sum(module.communication_s for module in modules)
         busy_s = step if is_alone else compute + communication if busy is None else busy[mesh]
-        launch = _rest(busy_s, compute + communication)
-        bubble = _rest(step, compute + communication + launch)
-        shares.append(StepShares(step, compute, communication, bubble, launch))
+        host = sum(p.host.transfer_s for p in on_mesh[mesh] if p.host is not None)
+        known = compute + communication + host
+        launch = _rest(busy_s, known)
+        bubble = _rest(step, known + launch)
+        shares.append(StepShares(step, compute, communication, bubble, launch, host))
     return shares
 
 
@@ -96,6 +100,7 @@ def shares_of(plan: ParallelPlan) -> StepShares:
         mean("communication"),
         mean("bubble"),
         mean("launch"),
+        mean("host"),
     )
 
 
@@ -191,11 +196,17 @@ def limits_of(plan: ParallelPlan) -> list[str]:
         "communication": shares.communication / shares.step,
         "bubble": shares.bubble / shares.step,
         "launch": shares.launch / shares.step if shares.compute else 0.0,
+        "host": shares.host / shares.step,
     }
     sentences = []
     for name, part in sorted(parts.items(), key=lambda item: -item[1]):
         if part >= (0.5 if name == "compute" else 0.1):
-            text = {"compute": _compute, "communication": _communication, "launch": _launch}
+            text = {
+                "compute": _compute,
+                "communication": _communication,
+                "launch": _launch,
+                "host": _host,
+            }
             if name == "bubble":
                 sentences.append(_bubble(plan, part, parts["launch"]))
             else:
@@ -261,6 +272,14 @@ def _launch(plan: ParallelPlan, part: float) -> str:
         f"{text}: each mesh starts {len(runs) // len({e.mesh for e in runs})} programs of "
         f"{format_seconds(each_s)} overhead each. Larger batches or {advice} would help, and one "
         "mesh has a single program."
+    )
+
+
+def _host(plan: ParallelPlan, part: float) -> str:
+    held = sum(p.host.num_bytes for p in mesh_plans(plan) if p.host is not None)
+    return (
+        f"Fetching {format_bytes(held)} of state from host memory takes {part:.0%} of the step: it "
+        "takes as long for a larger batch."
     )
 
 

@@ -147,6 +147,8 @@ def memory_lines(plan: ParallelPlan) -> list[str]:
     if any(budget < inf for budget in budgets):
         texts = (format_bytes(b) if b < inf else "-" for b in budgets)
         rows.append(("budget", *texts))
+    if plan.host is not None:
+        rows.append(("in host memory", *(format_bytes(plan.host.num_bytes) for _ in columns)))
     names = [
         ("per device" if len(plans) == 1 else f"stage {number_runs(numbers)}")
         for _, numbers in columns

@@ -121,6 +121,9 @@ def _costs(a: ParallelPlan, b: ParallelPlan) -> list[str]:
         ("peak memory per device", a.estimated_peak_bytes, b.estimated_peak_bytes, format_bytes),
         ("sent per device", a.communication_bytes, b.communication_bytes, format_bytes),
     ]
+    if a.host is not None or b.host is not None:
+        held = [0.0 if plan.host is None else plan.host.num_bytes for plan in (a, b)]
+        rows.append(("host memory per device", *held, format_bytes))
     rates = rates_of(a), rates_of(b)
     if rates[0] is not None and rates[1] is not None:
         per_s = "{:.3g} TFLOP/s".format

@@ -21,7 +21,7 @@ from autopar.inspect.breakdown import (
 )
 from autopar.inspect.costs_text import collective_lines, memory_line, memory_lines
 from autopar.inspect.lines import WIDTH, counted, number_range, number_runs, paragraph
-from autopar.inspect.memory_text import found_sentences, freeing_sentences
+from autopar.inspect.memory_text import found_sentences, freeing_sentences, host_sentences
 from autopar.inspect.module_tree import tree_lines
 from autopar.inspect.search_text import search_lines, solver_lines, stages_text
 from autopar.inspect.verdict import verdict_lines, warning_lines
@@ -208,6 +208,7 @@ def _step(plan: ParallelPlan) -> list[str]:
             ("compute", shares.compute),
             ("communication (assumed not to overlap)", shares.communication),
             ("pipeline bubble", shares.bubble),
+            ("transfers from host memory", shares.host),
             ("launch overhead", shares.launch),
         ]
         text = seconds_like(plan.estimated_step_s)
@@ -263,7 +264,7 @@ def _limits(plan: ParallelPlan) -> list[str]:
 
 def _memory_found(plan: ParallelPlan) -> list[str]:
     """XLA's figures, and what would free memory."""
-    sentences = (*found_sentences(plan), *freeing_sentences(plan))
+    sentences = (*host_sentences(plan), *found_sentences(plan), *freeing_sentences(plan))
     return [line for sentence in sentences for line in paragraph(sentence, "")]
 
 

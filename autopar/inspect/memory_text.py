@@ -10,10 +10,25 @@ from math import inf
 from autopar.inspect.breakdown import mesh_plans
 from autopar.ir.details import MEMORY_CATEGORIES
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.text import format_bytes
+from autopar.ir.text import format_bytes, format_seconds
 
 _TIGHT = 0.8  # share of the budget from which on it is told what would free memory
 _WORTH_TELLING = 0.05  # of the peak
+
+
+def host_sentences(plan: ParallelPlan) -> list[str]:
+    """What lies in host memory, and what that takes."""
+    host = plan.host
+    if host is None:
+        return []
+    text = f"host memory: {format_bytes(host.num_bytes)} per device"
+    if not host.num_groups:
+        return [text]
+    took = f", predicted {format_seconds(host.transfer_s)} in every step" if plan.is_timed else ""
+    return [
+        f"{text}, state that only the update reads ({len(host.inputs)} arrays); fetched and stored "
+        f"in {host.num_groups} groups{took}"
+    ]
 
 
 def found_sentences(plan: ParallelPlan) -> list[str]:

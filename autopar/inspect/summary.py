@@ -40,6 +40,7 @@ def _step_text(plan: ParallelPlan) -> str:
         (shares.compute, "compute"),
         (shares.communication, "communication"),
         (shares.bubble, "bubble"),
+        (shares.host, "host memory"),
         (shares.launch, "launches"),
     ]
     named = ", ".join(f"{part / shares.step:.0%} {name}" for part, name in parts if part)

@@ -134,6 +134,7 @@ class Node:
     work: OpSize | None = None  # of a product, convolution or attention kernel
     part_bytes: float | None = None  # of its first operand that it reads or writes; None for all
     traffic: Traffic | None = None  # None where nothing is moved
+    host_bytes: float = 0.0  # fetched from host memory in a step, and stored there again
 
     @property
     def is_heavy(self) -> bool:

@@ -37,6 +37,8 @@ class DeviceSpec:
     intra_host_alpha_s, inter_host_alpha_s: latency of a collective, inside a host and between
                           hosts.
     efficiency:           the share of the peak that large matrix products reach in practice.
+    host_link_bandwidth:  between a device and its host's memory, bytes per second each way; None
+                          for PCIe gen 5.
     """
 
     name: str
@@ -49,13 +51,27 @@ class DeviceSpec:
     intra_host_alpha_s: float = 5e-6
     inter_host_alpha_s: float = 15e-6
     efficiency: float = 0.7
+    host_link_bandwidth: float | None = field(default=None, metadata={"omit_none": True})
 
+    @property
+    def bytes_per_s_to_host(self) -> float:
+        return self.host_link_bandwidth or _PCIE_GEN5
+
+
+# Links to the host, each way: PCIe ×16 of gen 3, gen 4 and, for all others, gen 5. An H200 was seen
+# at 65 GB/s.
+_PCIE_GEN5 = 50e9
+_HOST_LINKS = {
+    "v100": 11e9, "v100-32gb": 11e9, "t4": 11e9, "l4": 11e9, "a10g": 22e9, "l40s": 22e9,
+    "a100-pcie": 22e9, "a100-pcie-80gb": 22e9, "a100-sxm-40gb": 22e9, "a100-sxm": 22e9,
+    "h200-sxm": 65e9, "cpu": 4e9,
+}  # fmt: skip
 
 # Rates, memory and its bandwidth are from the vendors' data sheets, without sparsity. Links are the
 # data sheet's less protocol overhead (about a tenth; more on PCIe); networks are those of a common
 # machine with this device, named in the comment.
 DEVICES: dict[str, DeviceSpec] = {
-    spec.name: spec
+    spec.name: replace(spec, host_link_bandwidth=_HOST_LINKS.get(spec.name))
     for spec in (
         # p3.16xlarge: NVLink 8 per host (150 GB/s each way per device), 25 Gb/s between hosts.
         DeviceSpec("v100", 125e12, 15.7e12, 16e9, 0.9e12, 130e9, 25e9 / 8, efficiency=0.55),
@@ -157,6 +173,7 @@ def share_of(device: DeviceSpec, num_ranks: int) -> DeviceSpec:
         memory_bytes=device.memory_bytes / num_ranks,
         memory_bandwidth=device.memory_bandwidth / num_ranks,
         intra_host_bandwidth=device.intra_host_bandwidth / num_ranks,
+        host_link_bandwidth=device.bytes_per_s_to_host / num_ranks,
     )
 
 
@@ -191,6 +208,8 @@ def _summary(profile: MachineProfile | ProfileSummary) -> ProfileSummary:
     return profile.summary if isinstance(profile, MachineProfile) else profile
 
 
+# Figures of the device that a cluster can override.
+_FIGURES = ("memory_bytes", "intra_host_bandwidth", "host_bandwidth", "host_link_bandwidth")
 _STORED_PROFILE = Stored(ProfileSummary, write=_summary, read=restored_profile)
 
 
@@ -204,6 +223,7 @@ class ClusterSpec:
     memory_bytes:         of one device, in place of the preset's.
     intra_host_bandwidth: of one device's link inside a host, bytes per second each way.
     host_bandwidth:       of a host's whole network, bytes per second each way.
+    host_link_bandwidth:  between a device and its host's memory, bytes per second each way.
     profile: measured on such devices by `autopar profile`: the path of its file, the name of a
              table that comes with autopar (such as "h200"), or the profile itself. The cluster of a
              plan file has only its summary, unless the table comes with autopar. If it was measured
@@ -219,6 +239,7 @@ class ClusterSpec:
     profile: MachineProfile | ProfileSummary | str | None = field(
         default=None, metadata={"stored": _STORED_PROFILE, "omit_none": True}
     )
+    host_link_bandwidth: float | None = field(default=None, metadata={"omit_none": True})
 
     def __post_init__(self) -> None:
         profile = self.profile
@@ -234,7 +255,7 @@ class ClusterSpec:
             given = getattr(self, name)
             if not _is_count(given):
                 raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a whole number ≥ 1.")
-        for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth"):
+        for name in _FIGURES:
             given = getattr(self, name)
             if given is not None and not (_is_number(given) and given > 0):
                 raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a number > 0, or None.")
@@ -267,9 +288,7 @@ class ClusterSpec:
     def spec(self) -> DeviceSpec:
         """The device with this cluster's overrides and the measured memory."""
         overrides = {
-            name: getattr(self, name)
-            for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth")
-            if getattr(self, name) is not None
+            name: getattr(self, name) for name in _FIGURES if getattr(self, name) is not None
         }
         measured = self.priced_by
         if measured is not None and measured.usable_memory_bytes is not None:

@@ -22,6 +22,7 @@ from autopar.ir.blocks import Blocks
 from autopar.ir.details import PlanDetails
 from autopar.ir.files import write_whole
 from autopar.ir.judged import JudgedStep
+from autopar.ir.host_memory import HostMemory
 from autopar.ir.late_methods import late_method
 from autopar.ir.layering import PER_STAGE_OUTPUTS, STORED_LAYERING, Layering
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
@@ -153,6 +154,7 @@ class ParallelPlan:
                           step without them.
     correction:           what XLA was found to keep, over what was predicted; in its predictions.
     memory_found:         XLA's bytes, once the plan is compiled.
+    host:                 what lies in host memory, if anything does.
     xla_options:          of XLA's compiler, for the plan's programs; None for its defaults.
     judged:               the step as XLA's schedule shows it, once the plan was compiled and read.
     warnings:             for the user.
@@ -197,6 +199,7 @@ class ParallelPlan:
     )
     xla_options: StoredOptions | None = field(default=None, metadata={"omit_none": True})
     judged: JudgedStep | None = field(default=None, compare=False, metadata={"omit_none": True})
+    host: HostMemory | None = field(default=None, metadata={"omit_none": True})
     in_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
@@ -376,6 +379,10 @@ def _check_values(plan: ParallelPlan, where: str) -> None:
         raise PLAN_FORMAT.malformed(where, f"xla_options: {plan.xla_options!r:.200}")
     if plan.judged is not None and not plan.judged.is_sound:
         raise PLAN_FORMAT.malformed(where, f"judged: {plan.judged!r}")
+    if plan.host is not None:
+        fault = plan.host.fault(len(plan.inputs), len(plan.outputs))
+        if fault is not None or plan.is_pipeline:
+            raise PLAN_FORMAT.malformed(where, f"host: {fault or 'in a pipeline'}")
     for name, values in (("remat", plan.remat), ("layers", plan.layers)):
         if len(set(values)) != len(values):
             raise PLAN_FORMAT.malformed(where, f"{name}: {values!r:.60} has a name twice")

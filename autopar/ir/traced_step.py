@@ -13,6 +13,7 @@ from typing import Any
 from jax.core import ShapedArray
 from jax.tree_util import keystr, tree_unflatten
 
+from autopar.ir.host_memory import HostCut
 from autopar.ir.program import Program
 
 KeyPath = tuple[Any, ...]  # keys of jax.tree_util
@@ -101,6 +102,7 @@ class TracedStep:
     notes: tuple[str, ...] = ()  # warnings for the plan to show
     remat: tuple[str, ...] = ()  # layers that the backward pass recomputes
     loop: int | None = None  # the equation that is the loop over micro-batches
+    host: HostCut | None = None  # state in host memory, and the equations that update it
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         """The step's result, with `leaves` as its array leaves."""

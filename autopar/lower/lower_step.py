@@ -15,13 +15,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
-from autopar.errors import MeshError
+from autopar.errors import MeshError, PlanError
 from autopar.ir.checks import check_programs
+from autopar.ir.host_programs import HostPrograms
 from autopar.ir.pipeline import Phase, Pipeline, PipelinePrograms, Place, Ref, StageProgram
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.schedule import Schedule
 from autopar.ir.spec import to_partition_spec
 from autopar.lower.annotate import annotated_function
+from autopar.lower.host_programs import lower_with_host_memory
 from autopar.lower.instructions import emit_programs
 from autopar.lower.kernel_platforms import check_kernels
 from autopar.lower.planned_step import PlannedStep
@@ -82,6 +84,12 @@ def lower_pipeline(
     """A step as stage programs, and the lists of instructions that run them. A step on one mesh is
     a pipeline of one stage and one phase."""
     plan, platform = planned.plan, platform_of(devices)
+    if planned.traced.host is not None:
+        raise PlanError(
+            f"the plan for {plan.name} keeps state in host memory, which works on the devices of "
+            "one process only, and not where plans are compiled for devices that are absent. Plan "
+            "with ShardingOptions(host_memory='never')."
+        )
     check_devices(plan, devices)
     check_kernels(plan.name, planned.traced.program, platform)
     every = tuple(range(plan.num_devices))
@@ -199,6 +207,17 @@ def annotate(
     check_kernels(plan.name, planned.traced.program, platform_of(devices))
     mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
     return _function_on(planned, mesh, platform_of(devices)), mesh
+
+
+def annotate_with_host_memory(
+    planned: PlannedStep, devices: Sequence[Any]
+) -> tuple[HostPrograms, AnyMesh]:
+    """(programs, their mesh) of a step that keeps state in host memory."""
+    plan = planned.plan
+    check_devices(plan, devices)
+    check_kernels(plan.name, planned.traced.program, platform_of(devices))
+    mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
+    return lower_with_host_memory(planned, mesh, platform_of(devices)), mesh
 
 
 def _function_on(planned: PlannedStep, mesh: AnyMesh, platform: str) -> Callable[..., list[Any]]:

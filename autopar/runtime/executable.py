@@ -1,6 +1,7 @@
 """The base of all executables: from a plan and the leaves of a call to the leaves of its results.
 
 LocalExecutable      one program on one mesh of this process        (runtime/local.py)
+HostMemoryExecutable one mesh, with state in host memory            (runtime/host_memory.py)
 PipelineExecutable   stage programs on meshes of this process       (runtime/pipeline.py)
 RemoteExecutable     stage programs on meshes of a cluster          (runtime/remote/executable.py)
 

@@ -9,7 +9,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -18,8 +18,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.errors import AutoparError, CompileError
+from autopar.ir.host_memory import HostMemory
+from autopar.ir.host_programs import HOST_KIND
 from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Run
-from autopar.ir.plan import ParallelPlan
+from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.xla_options import compiler_options
 from autopar.progress import Progress, logged
 from autopar.runtime.arguments import (
@@ -50,8 +52,9 @@ class LocalExecutable(Executable):
         mesh: Mesh,
     ) -> None:
         self.mesh = mesh
-        self.input_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.inputs]
-        self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
+        host = plan.host or HostMemory()
+        self.input_shardings = _shardings(plan, plan.inputs, host.inputs, mesh)
+        self.output_shardings = _shardings(plan, plan.outputs, host.outputs, mesh)
         self._weak_types = [aval.weak_type for aval in avals]
         self._donated = frozenset(donated)
         self._devices = list(mesh.devices.flat)
@@ -179,3 +182,13 @@ class LocalExecutable(Executable):
 
     def mesh_memory_bytes(self) -> tuple[int]:
         return (program_bytes(self.compiled),)
+
+
+def _shardings(
+    plan: ParallelPlan, tensors: Sequence[Tensor], on_host: Collection[int], mesh: Mesh
+) -> list[NamedSharding]:
+    kinds = [HOST_KIND if index in on_host else None for index in range(len(tensors))]
+    return [
+        NamedSharding(mesh, plan.spec_of(tensor), memory_kind=kind)
+        for tensor, kind in zip(tensors, kinds, strict=True)
+    ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from autopar.cost.host_memory import host_memory
 from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.cost.plan_details import plan_details, single_device_layouts
 from autopar.cost.report import CostReport, cost_report
@@ -95,6 +96,7 @@ def mesh_plan(
         cluster=cluster,
         correction=options_of(method).memory_correction,
         details=decision.details,
+        host=host_memory(step, mesh, in_layouts),
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
     )
@@ -142,7 +144,11 @@ def sharded_decision(
 def _solver_report(
     step: TracedStep, sharding: GraphSharding, report: CostReport, seconds: Mapping[str, float]
 ) -> SolverReport:
-    stats, objective = sharding.stats, report.compute_s + report.communication_s
+    stats = sharding.stats
+    layouts = [_layout_made(sharding, value) for value in sharding.graph.inputs]
+    objective = (
+        report.compute_s + report.communication_s + _transfer_s(step, sharding.mesh, layouts)
+    )
     return SolverReport(
         objective=objective,
         lower_bound=objective * (1 - sharding.gap),
@@ -197,6 +203,7 @@ def one_device_decision(
     lines = equation_lines(step.program)
     report = cost_report(graph, mesh, layouts)
     whole = (WHOLE,) * len(mesh.shape)
+    step_s = report.compute_s + _transfer_s(step, mesh, [whole] * len(step.avals))
     return MeshDecision(
         mesh=mesh,
         program=unsharded(step.program),
@@ -207,7 +214,7 @@ def one_device_decision(
         details=plan_details(
             graph, mesh, layouts, factors, memory, lines.sources, lines.recomputed
         ),
-        solver=SolverReport(report.compute_s, report.compute_s, 0.0, {}, dict(seconds)),
+        solver=SolverReport(step_s, step_s, 0.0, {}, dict(seconds)),
         warnings=_too_large(mesh, memory.peak_bytes),
         budget_bytes=budget_bytes,
     )
@@ -239,6 +246,12 @@ def _dispatch_s(mesh: LogicalMesh) -> float:
     if mesh.profile is None or mesh.profile.dispatch_s is None:
         return 0.0
     return mesh.profile.dispatch_s.seconds
+
+
+def _transfer_s(step: TracedStep, mesh: LogicalMesh, in_layouts: Sequence[Layout]) -> float:
+    """Of state in host memory, which nothing but the short update hides."""
+    host = host_memory(step, mesh, in_layouts)
+    return 0.0 if host is None else host.transfer_s
 
 
 def _too_large(mesh: LogicalMesh, peak_bytes: float) -> list[str]:

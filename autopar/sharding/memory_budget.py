@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from autopar.cost.host_memory import with_host_memory
 from autopar.cost.memory import Holding, MemoryProfile
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph, NodeKind
@@ -68,8 +69,10 @@ def _may_be_rewritten(mesh: LogicalMesh, method: AnyMethod) -> bool:
 
 
 def corrected(graph: Graph, step: TracedStep, method: AnyMethod) -> Graph:
-    """The graph with what XLA was found to keep beside the arguments of such steps, if that is
-    known (`ShardingOptions(memory_correction=…)`)."""
+    """The graph with state in host memory, if the step has any, and with what XLA was found to keep
+    beside the arguments of such steps, if that is known
+    (`ShardingOptions(memory_correction=…)`)."""
+    graph = with_host_memory(graph, step)
     known = options_of(method).memory_correction
     factor = 1.0 if known is None else known.factor(bool(step.remat))
     if factor == 1.0:
@@ -215,4 +218,6 @@ def _number_from(least: int, traced: TracedStep) -> int | None:
 
 def state_floor(step: TracedStep, num_devices: int) -> float:
     """Bytes that every plan holds on some device: the state, divided evenly over all of them."""
-    return sum(aval_bytes(step.avals[i]) for i, _ in step.state) / num_devices
+    on_host = set() if step.host is None else set(step.host.inputs)
+    total = sum(aval_bytes(step.avals[i]) for i, _ in step.state if i not in on_host)
+    return total / num_devices

@@ -14,7 +14,7 @@ from autopar.methods import AnyMethod, PlacedParallel, ShardingOptions
 
 # Options that constrain layouts, beside those that begin with `allow_`.
 _CONSTRAINING = {"pins", "forbid_axes", "batch_axis"}
-_NOT_IN_TEXT = ("in_specs", "out_specs", "memory_correction", "xla_options")
+_NOT_IN_TEXT = ("in_specs", "out_specs", "memory_correction", "host_memory", "xla_options")
 _PLACING = {"ManualParallel", "FollowParallel"}
 
 
@@ -37,7 +37,7 @@ class MethodSummary:
 
 def method_text(method: AnyMethod | ShardingOptions) -> str:
     """The method as the user would write it, without defaults, specs, what XLA was
-    found to keep, and XLA's options, which the plan shows itself."""
+    found to keep, host memory and XLA's options, of which the plan says itself what it takes."""
     if isinstance(method, PlacedParallel):
         return f"{method.name}()"
     parts = []

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from autopar.errors import MemoryBudgetError, MeshError, SolverError, SpecError
+from autopar.errors import MemoryBudgetError, MeshError, PlanError, SolverError, SpecError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, ShardParallel, options_of
+from autopar.rewrite.host_cut import hostable_inputs, with_host_state
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.constraints import candidate_meshes
@@ -40,6 +41,7 @@ class WholeStep:
     mesh:    None for the best of those that the method may use.
     in_full: explain a step that does not fit; else the error comes soon, with bytes only.
     cutoff:  seconds of a plan at hand: among plans that take as long, any will do.
+    host:    state that lies in host memory, by input index.
     """
 
     source: StepSource
@@ -49,6 +51,7 @@ class WholeStep:
     mesh: LogicalMesh | None = None
     in_full: bool = True
     cutoff: float = inf
+    host: tuple[int, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -106,7 +109,7 @@ class WholeStep:
         """Why no plan can fit, if the state alone tells; None if one may."""
         meshes = [self.mesh] if self.mesh else candidate_meshes(self.cluster, self.method)
         budget, num_devices = memory_budget(meshes[0], self.method), meshes[0].num_devices
-        floor = state_floor(self.source.whole, num_devices)
+        floor = state_floor(on_host(self.source.whole, self.host), num_devices)
         if budget is None or floor <= budget:
             return None
         evenly = f", divided evenly over all {num_devices}" if num_devices > 1 else ""
@@ -123,7 +126,12 @@ class WholeStep:
             with self.log.timed("trace"):
                 self.source.micro_batch(number)
         with self.log.timed("remat"):
-            return self.source.with_recomputation(layers, number)
+            return on_host(self.source.with_recomputation(layers, number), self.host)
+
+
+def on_host(step: TracedStep, inputs: Sequence[int]) -> TracedStep:
+    """The step with this state in host memory."""
+    return with_host_state(step, inputs) if inputs else step
 
 
 def plan_whole(whole: WholeStep) -> PlannedStep:
@@ -191,6 +199,14 @@ def bind_whole(
     with log.timed("trace"):
         layers = find_layers(source.whole.program, batch=source.whole.batch) if plan.remat else ()
         step = source.with_recomputation(layers_by_name(layers, plan.remat), plan.num_micro_batches)
+        if plan.host is not None and plan.host.num_groups:
+            inputs = plan.host.inputs
+            if not set(inputs) <= set(hostable_inputs(step)):
+                raise PlanError(
+                    f"the plan for {plan.name} keeps state in host memory that {step.name} needs "
+                    "on the device. Plan again."
+                )
+            step = on_host(step, inputs)
     return bind_mesh_plan(plan, step, cluster)
 
 

@@ -156,7 +156,7 @@ def problem_on_mesh(
 
 def _price_key(node: Node) -> tuple:
     """Members of a class with equal keys cost the same."""
-    return node.touched_bytes, node.flops, node.weight, node.traffic
+    return node.touched_bytes, node.flops, node.weight, node.traffic, node.host_bytes
 
 
 def _allowed(
@@ -227,6 +227,8 @@ def node_costs(
         for i, strategy in enumerate(strategies):
             flops = node.flops / strategy.parallelism
             cost[i] += compute_s(mesh.device, flops, float(moved[i]), dtype)
+    if node.host_bytes and mesh.device is not None:
+        cost += node.host_bytes / shards[:, -1] / mesh.device.bytes_per_s_to_host
     if node.rule.halos:
         cost += [halo_s(node, graph.values, mesh, s.operands) for s in strategies]
     return cost * node.weight

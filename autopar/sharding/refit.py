@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from autopar.errors import MemoryBudgetError
+from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.spec import num_shards
@@ -55,6 +55,24 @@ def with_correction(
     method = method or AutoParallel()
     assert isinstance(method, Refittable)
     return replace(method, options=replace(method.options, memory_correction=correction))
+
+
+def on_devices_only(method: ParallelMethod | None, where: str) -> ParallelMethod | None:
+    """The method without state in host memory, for devices that programs of this process alone
+    cannot use; `ArgumentError` if the user asks for host memory. `where`: the devices, in words."""
+    if not (method is None or isinstance(method, Refittable)):
+        return method
+    method = method or AutoParallel()
+    assert isinstance(method, Refittable)
+    asked = method.options.host_memory
+    if asked == "never":
+        return method
+    if asked != "auto":
+        raise ArgumentError(
+            f"ShardingOptions(host_memory={asked!r}): state can lie in host memory where one "
+            f"process has all devices, and this step runs on {where}. Use 'auto' or 'never'."
+        )
+    return replace(method, options=replace(method.options, host_memory="never"))
 
 
 def can_refit(method: object) -> bool:
@@ -140,10 +158,11 @@ def hopeful(error: MemoryBudgetError) -> MemoryCorrection | None:
 
 
 def argument_bytes(plan: ParallelPlan) -> float:
-    """Bytes of a mesh plan's state and batch on one device."""
+    """Bytes of a mesh plan's state and batch on one device, without those in host memory."""
     total = 0.0
-    for tensor in plan.inputs:
-        if tensor.role:
+    on_host = () if plan.host is None else plan.host.inputs
+    for index, tensor in enumerate(plan.inputs):
+        if tensor.role and index not in on_host:
             size = prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
             total += size / num_shards(tensor.layout, plan.mesh_shape)
     return total

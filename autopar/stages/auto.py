@@ -49,12 +49,13 @@ _WORTH_SOLVING = 1.05
 
 @dataclass(frozen=True)
 class AutoTask:
-    """A step to plan in whatever way is fastest."""
+    """A step to plan in whatever way is fastest. `host`: state in host memory, by input index."""
 
     source: StepSource
     method: AutoParallel
     cluster: ClusterSpec
     log: PlanningLog
+    host: tuple[int, ...] = ()
 
     @property
     def number_is_free(self) -> bool:
@@ -80,7 +81,13 @@ class AutoTask:
             number = 1 if self.number_is_free else int(self.method.num_micro_batches)
         method = ShardParallel(num_micro_batches=number, options=self.method.options)
         return WholeStep(
-            self.source, self.cluster, method, self.log, in_full=in_full, cutoff=cutoff
+            self.source,
+            self.cluster,
+            method,
+            self.log,
+            in_full=in_full,
+            cutoff=cutoff,
+            host=self.host,
         )
 
     def as_pipeline(self) -> PlannedStep:

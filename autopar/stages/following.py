@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, TraceError
+from autopar.ir.host_memory import HostMemory
 from autopar.ir.layering import BY_ARGUMENTS, PER_STAGE_OUTPUTS, Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
+from autopar.ir.spec import num_shards
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
@@ -59,15 +62,49 @@ def plan_following(
             return _make_on_stages(source.whole, plan, tensors, cluster, log)
         specs = tuple(map(plan.spec_of, tensors))
         placed = PlacedParallel("CreateStateParallel", _mesh_of(plan, cluster), out_specs=specs)
+        made = plan_mesh(ShardingTask(source.whole, cluster, placed), log)
+        return _with_host_memory(made, plan, outputs=dict(enumerate(tensors)))
     else:
         plan, matches = arguments_of_training(source.whole, method)
         if plan.is_pipeline:
             return _follow_pipeline(source, plan, matches, cluster, log)
         placed = _placed_arguments(source.whole, plan, matches, cluster)
-    return plan_mesh(ShardingTask(source.whole, cluster, placed), log)
+    planned = plan_mesh(ShardingTask(source.whole, cluster, placed), log)
+    read = {v for equation in source.whole.program.equations for v in equation.inputs}
+    read.update(source.whole.program.output_values)
+    unread = {i: t for i, t in matches.items() if source.whole.program.inputs[i] not in read}
+    return _with_host_memory(planned, plan, inputs=unread)
 
 
 # -- beside a step on one mesh
+
+
+def _with_host_memory(
+    planned: PlannedStep,
+    training: ParallelPlan,
+    inputs: Mapping[int, Tensor] | None = None,
+    outputs: Mapping[int, Tensor] | None = None,
+) -> PlannedStep:
+    """The plan of a function that makes, or takes and does not read, state that training keeps in
+    host memory. `inputs`, `outputs`: of the function -> the same array of the train step."""
+    if training.host is None:
+        return planned
+    on_host = {id(training.inputs[i]) for i in training.host.inputs}
+    hosted = [
+        {i: tensor for i, tensor in (arrays or {}).items() if id(tensor) in on_host}
+        for arrays in (inputs, outputs)
+    ]
+    if not any(hosted):
+        return planned
+    num_bytes = sum(
+        prod(tensor.shape)
+        * np.dtype(tensor.dtype).itemsize
+        / num_shards(tensor.layout, training.mesh_shape)
+        for arrays in hosted
+        for tensor in arrays.values()
+    )
+    host = HostMemory(tuple(hosted[0]), tuple(hosted[1]), num_bytes=num_bytes)
+    return replace(planned, plan=replace(planned.plan, host=host))
 
 
 def _mesh_of(plan: ParallelPlan, cluster: ClusterSpec) -> LogicalMesh:

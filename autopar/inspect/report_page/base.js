@@ -87,6 +87,7 @@ const PART_COLOURS = {
   backward: 1,
   update: 4,
   communication: 3,
+  "host memory": 5,
   "launch overhead": 6,
   bubble: 7,
 };

@@ -186,7 +186,9 @@ def _folded(collectives: tuple[CollectiveCost, ...]) -> list[tuple[Any, ...]]:
 
 # -- where the time goes
 
-PARTS = ("forward", "backward", "update", "communication", "launch overhead", "bubble")
+PARTS = (
+    "forward", "backward", "update", "communication", "host memory", "launch overhead", "bubble",
+)  # fmt: skip
 
 
 def breakdown(plan: ParallelPlan) -> dict[str, Any]:
@@ -203,5 +205,6 @@ def breakdown(plan: ParallelPlan) -> dict[str, Any]:
                 spent[part] += cost.compute_s
                 spent["communication"] += cost.communication_s
         spent["launch overhead"], spent["bubble"] = share.launch, share.bubble
+        spent["host memory"] = share.host
         rows.append({"stages": run_text(stages[mesh]), "seconds": shorts(spent[p] for p in PARTS)})
     return {"parts": list(PARTS), "meshes": rows, "step_s": short(plan.estimated_step_s)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.inspect.breakdown import mesh_plans
 from autopar.inspect.explain import costs_text
-from autopar.inspect.memory_text import found_sentences, freeing_sentences
+from autopar.inspect.memory_text import found_sentences, freeing_sentences, host_sentences
 from autopar.inspect.report_page.charts import (
     breakdown,
     collective_data,
@@ -85,7 +85,12 @@ def _head(plan: ParallelPlan, headline: Headline) -> dict[str, Any]:
         "budget_bytes": short(budget),
         "communication_bytes": short(plan.communication_bytes),
         "bubble": short(headline.bubble),
-        "limits": [*headline.limits, *found_sentences(plan), *freeing_sentences(plan)],
+        "limits": [
+            *headline.limits,
+            *host_sentences(plan),
+            *found_sentences(plan),
+            *freeing_sentences(plan),
+        ],
         "warnings": list(plan.warnings),
         "remat": layer_names(plan.remat),
         "pinned": [list(pin) for pin in plan.pinned],

@@ -1,0 +1,44 @@
+"""The programs of a step with state in host memory, as data between lowering and running.
+
+Programs hand arrays to each other by slots, which have a type and a place. The first slots are the
+step's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+HOST_KIND = "pinned_host"  # JAX's name for the memory
+
+
+@dataclass(frozen=True)
+class HostProgram:
+    """One program: a function from what it reads to what it writes, both slots.
+
+    used_up: slots that no later program reads, and that the step may overwrite or free.
+    """
+
+    name: str
+    function: Callable[..., list[Any]]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    used_up: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostPrograms:
+    """programs: in the order in which they run.
+    slots:    type and place of every slot.
+    outputs:  the slot of every result.
+    """
+
+    programs: tuple[HostProgram, ...]
+    slots: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[int, ...]
+
+    def is_on_host(self, slot: int) -> bool:
+        return self.slots[slot].sharding.memory_kind == HOST_KIND

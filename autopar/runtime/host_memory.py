@@ -1,0 +1,243 @@
+"""A step with state in host memory, on one mesh of this process: `HostMemoryExecutable`.
+
+Programs are dispatched one after the other, and a program starts when the one before it is done.
+Inside an update program, the state of its group is stored while that of the next group is fetched:
+the two directions of the link to the host run at once. Two programs are in flight at most, since
+JAX allocates the results of a program when it is dispatched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from autopar.errors import CompileError, MeshError
+from autopar.ir.host_programs import HOST_KIND, HostProgram, HostPrograms
+from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Run
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.xla_options import compiler_options
+from autopar.progress import Progress, logged
+from autopar.runtime.arguments import place_some, put, without_aliases
+from autopar.runtime.executable import Executable, FlatFunction
+from autopar.runtime.recording import Recorder, clock
+from autopar.runtime.threads import must_run_alone, run_alone
+from autopar.runtime.timestamps import ProgramLabel, StepDescription
+
+_IN_FLIGHT = 2
+
+
+class HostMemoryExecutable(Executable):
+    """The programs of a step that keeps state in host memory; compiled when first needed."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        programs: HostPrograms,
+        avals: Sequence[Any],
+        donated: Sequence[int],
+        mesh: Mesh,
+        whole: FlatFunction,
+    ) -> None:
+        check_host_memory(plan.name, mesh)
+        self.mesh = mesh
+        self.programs = programs
+        self.input_shardings = [slot.sharding for slot in programs.slots[: len(avals)]]
+        self.output_shardings = [programs.slots[slot].sharding for slot in programs.outputs]
+        self._donated = frozenset(donated)
+        self._devices = list(mesh.devices.flat)
+        self._runs_alone = must_run_alone(mesh)
+        super().__init__(plan, [p.name for p in programs.programs], avals, whole)
+
+    # -- running
+
+    def _run(self, leaves: Sequence[Any], recorder: Recorder | None) -> list[Any]:
+        compiled = self.compiled
+        arguments = without_aliases(leaves, self._donated)
+        slots: list[Any] = self.place(arguments)
+        self._free_moved(leaves, slots)
+        slots += [None] * (len(self.programs.slots) - len(slots))
+        log = None if recorder is None else recorder.begin(self.description).logs[0]
+        for number, program in enumerate(self.programs.programs):
+            if number >= _IN_FLIGHT:
+                jax.block_until_ready(self._watched(slots, number - _IN_FLIGHT))
+            began_s = clock()
+            results = self._dispatch(compiled[program.name], [slots[s] for s in program.reads])
+            for slot, result in zip(program.writes, results, strict=True):
+                slots[slot] = result
+            for slot in program.used_up:
+                if not slots[slot].is_deleted():
+                    slots[slot].delete()
+                slots[slot] = None
+            if log is not None:
+                log.began(number, began_s)
+                log.ends_with(number, self._watched(slots, number), may_vanish=True)
+        return [slots[slot] for slot in self.programs.outputs]
+
+    def _watched(self, slots: Sequence[Any], number: int) -> list[Any]:
+        """What is ready when a program is done, and not used up by the next: its smallest result
+        that the step returns, or else one that the next program still has."""
+        returned = set(self.programs.outputs)
+        there = [s for s in self.programs.programs[number].writes if slots[s] is not None]
+        best = [s for s in there if s in returned] or there
+        return [min((slots[s] for s in best), key=lambda array: array.size)] if best else []
+
+    def _dispatch(self, program: jax.stages.Compiled, arguments: Sequence[Any]) -> list[Any]:
+        if self._runs_alone:
+            return run_alone(program, arguments, self._devices)
+        return program(*arguments)
+
+    def _free_moved(self, leaves: Sequence[Any], placed: Sequence[Any]) -> None:
+        """Free donated arrays that were moved to host memory: on the device they would take the
+        room that was made. All others JAX frees."""
+        moved = [
+            (leaf, array)
+            for index, (leaf, array) in enumerate(zip(leaves, placed[: len(leaves)], strict=True))
+            if index in self._donated
+            and self.programs.is_on_host(index)
+            and isinstance(leaf, jax.Array)
+            and leaf is not array
+        ]
+        jax.block_until_ready([array for _, array in moved])
+        for leaf, _ in moved:
+            if leaf.sharding.memory_kind != HOST_KIND and not leaf.is_deleted():
+                leaf.delete()
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        return put(leaves, self.input_shardings)
+
+    def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        return place_some(leaves, self.input_shardings)
+
+    def _make_description(self) -> StepDescription:
+        runs = tuple(Run(n, None, (), ()) for n in range(len(self.names)))
+        programs = PipelinePrograms((MeshProgram(runs, (), (), 0),), ((),) * len(runs))
+        return StepDescription(
+            self.plan, programs, tuple(ProgramLabel(name, 0) for name in self.names)
+        )
+
+    # -- compiling
+
+    @cached_property
+    def compiled(self) -> dict[str, jax.stages.Compiled]:
+        """By name. Equal layers have equal updates: such a program is compiled once."""
+        known: dict[str, jax.stages.Compiled] = {}
+        compiled = {}
+        what = f"compiling {self.plan.name}"
+        with Progress(what, len(self.names)) as progress, logged(what):
+            for program in self.programs.programs:
+                try:
+                    lowered = self._lower(program)
+                    text = lowered.as_text()
+                    if text not in known:
+                        known[text] = lowered.compile(compiler_options(self.plan.xla_options))
+                except jax.errors.JaxRuntimeError as error:
+                    raise CompileError(
+                        f"XLA could not compile {program.name} of {self.plan.name}, which keeps "
+                        f"state in host memory, for the mesh {self.plan.mesh_shape}: {error}"
+                    ) from error
+                compiled[program.name] = known[text]
+                progress.step()
+        return compiled
+
+    def _lower(self, program: HostProgram) -> jax.stages.Lowered:
+        slots = self.programs.slots
+        reads = [slots[s] for s in program.reads]
+
+        def run(*arrays: Any) -> list[Any]:
+            return list(program.function(*arrays))
+
+        # Equal programs must have equal names, to be seen as equal.
+        name = "update" if program.name.startswith("update") else program.name
+        run.__name__ = run.__qualname__ = f"{self.plan.name}_{name}"
+        jitted = jax.jit(
+            run,
+            in_shardings=[slot.sharding for slot in reads],
+            out_shardings=[slots[s].sharding for s in program.writes],
+            donate_argnums=self._overwritten(program),
+            keep_unused=True,
+        )
+        with warnings.catch_warnings():
+            # Donating a buffer frees it, even if no result can reuse it.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return jitted.lower(
+                *(
+                    jax.ShapeDtypeStruct(
+                        s.shape, s.dtype, sharding=s.sharding, weak_type=s.weak_type
+                    )
+                    for s in reads
+                )
+            )
+
+    def _overwritten(self, program: HostProgram) -> tuple[int, ...]:
+        """Arguments of the step whose buffers the program's results may take over, by position
+        among its reads. Host memory is only freed."""
+        used_up = {s for s in program.used_up if s < len(self.avals)}
+        return tuple(
+            position
+            for position, slot in enumerate(program.reads)
+            if slot in used_up and not self.programs.is_on_host(slot)
+        )
+
+    # -- inspection
+
+    def hlo_texts(self) -> dict[str, str]:
+        return {name: program.as_text() or "" for name, program in self.compiled.items()}
+
+    def annotated_text(self, name: str) -> str:
+        """The program of that name as XLA receives it: StableHLO with shardings."""
+        program = next(p for p in self.programs.programs if p.name == name)
+        return self._lower(program).as_text()
+
+    def mesh_memory_bytes(self) -> tuple[int]:
+        """Peak bytes per device: of each program by XLA, with the arrays on the device that it does
+        not touch."""
+        alive = {s for s in range(len(self.avals)) if not self.programs.is_on_host(s)}
+        peak = 0
+        for program in self.programs.programs:
+            apart = sum(self._bytes(s) for s in alive - set(program.reads))
+            peak = max(peak, apart + self._device_bytes(program))
+            alive |= {s for s in program.writes if not self.programs.is_on_host(s)}
+            alive -= set(program.used_up)
+        return (peak,)
+
+    def host_bytes(self) -> int:
+        """State in host memory, per device."""
+        return sum(self._bytes(s) for s in range(len(self.avals)) if self.programs.is_on_host(s))
+
+    def _bytes(self, slot: int) -> int:
+        info = self.programs.slots[slot]
+        shard = info.sharding.shard_shape(info.shape)
+        size = 1
+        for length in shard:
+            size *= length
+        return size * (getattr(info.dtype, "itemsize", 0) or 0)
+
+    def _device_bytes(self, program: HostProgram) -> int:
+        """XLA's bytes of a program, without those in host memory. XLA counts these apart where the
+        platform tells it of its memories."""
+        stats = self.compiled[program.name].memory_analysis()
+        assert stats is not None
+        total = stats.argument_size_in_bytes + stats.output_size_in_bytes
+        total += stats.temp_size_in_bytes - stats.alias_size_in_bytes
+        on_host = self.programs.is_on_host
+        read = sum(self._bytes(s) for s in program.reads if on_host(s))
+        written = sum(self._bytes(s) for s in program.writes if on_host(s))
+        total -= max(0, read - stats.host_argument_size_in_bytes)
+        total -= max(0, written - stats.host_output_size_in_bytes)
+        return int(total)
+
+
+def check_host_memory(name: str, mesh: Mesh) -> None:
+    """`MeshError` unless programs on the mesh can use host memory."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_KIND not in kinds:
+        raise MeshError(
+            f"{name}: its plan keeps state in host memory, and {device} has no {HOST_KIND!r}, only "
+            f"{', '.join(kinds)}. Plan with ShardingOptions(host_memory='never')."
+        )

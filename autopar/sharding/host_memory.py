@@ -1,0 +1,123 @@
+"""The last way to fit a step: state in host memory, as much as is needed.
+
+First all state that can lie there does. If such a plan fits, what fits into the memory that it
+leaves free comes back to the device, and the step is planned once more: every byte in host memory
+takes time in every step. The faster of the two plans is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from autopar.cost.host_memory import GROUPS_ON_DEVICE
+from autopar.errors import MemoryBudgetError
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.spec import num_shards
+from autopar.ir.text import format_bytes
+from autopar.lower.planned_step import PlannedStep
+from autopar.methods import AutoParallel, ShardingOptions, ShardParallel, options_of
+from autopar.rewrite.host_cut import hostable_inputs, with_host_state
+from autopar.rewrite.step_source import StepSource
+from autopar.tracer.costs import aval_bytes
+
+HOST_MEMORY = "host memory"
+# Of the memory that a plan leaves free, this share is used for state that comes back.
+_USED_AGAIN = 0.9
+
+
+@dataclass(frozen=True)
+class HostWays:
+    """A step that fits on no devices. `plan`: its plan with this state, by input index, in host
+    memory; `MemoryBudgetError` if none fits."""
+
+    source: StepSource
+    method: object
+    plan: Callable[[tuple[int, ...]], PlannedStep]
+
+    @property
+    def options(self) -> ShardingOptions:
+        return options_of(self.method)  # type: ignore[arg-type]
+
+
+def plan_with_host_memory(ways: HostWays, error: MemoryBudgetError) -> PlannedStep:
+    """The plan of a step that does not fit otherwise; `error` if it does not fit so either."""
+    reason = _why_not(ways)
+    if reason is not None:
+        raise error.having_tried({HOST_MEMORY: reason}) from error.__cause__
+    every = _within(ways, hostable_inputs(ways.source.whole))
+    try:
+        planned = ways.plan(every)
+    except MemoryBudgetError as misfit:
+        tried = f"tried: {misfit.problem.splitlines()[0]}"
+        raise error.having_tried({HOST_MEMORY: tried}) from error.__cause__
+    fewer = _needed(planned, every)
+    if len(fewer) == len(every):
+        return planned
+    try:
+        less = ways.plan(fewer)
+    except MemoryBudgetError:
+        return planned
+    return min(planned, less, key=lambda one: one.plan.estimated_step_s)
+
+
+def _why_not(ways: HostWays) -> str | None:
+    """Why no state can lie in host memory; None if some can."""
+    if ways.options.host_memory == "never":
+        return 'not tried: ShardingOptions(host_memory="never")'
+    method = ways.method
+    if not (method is None or isinstance(method, (AutoParallel, ShardParallel))):
+        name = type(method).__name__
+        return f"not tried: {name} keeps all state on the devices; AutoParallel() may not"
+    hostable = hostable_inputs(ways.source.whole)
+    if not hostable:
+        return "not possible: no state is read by the update alone"
+    cut = with_host_state(ways.source.whole, hostable).host
+    assert cut is not None
+    if GROUPS_ON_DEVICE * cut.group_bytes >= cut.num_bytes:
+        return (
+            f"not possible: the update of {format_bytes(cut.group_bytes)} of the "
+            f"{format_bytes(cut.num_bytes)} that could lie there cannot be divided"
+        )
+    if not _within(ways, hostable):
+        return f"not possible: no array fits into the {ways.options.host_memory} bytes given"
+    return None
+
+
+def _within(ways: HostWays, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Those that fit into the host memory that the user allows, the first ones first. Arrays are
+    counted whole: how they will be split is not known."""
+    limit, avals = ways.options.host_memory, ways.source.whole.avals
+    if isinstance(limit, str):
+        return tuple(inputs)
+    kept, held = [], 0.0
+    for index in inputs:
+        size = aval_bytes(avals[index])
+        if held + size <= limit:
+            kept.append(index)
+            held += size
+    return tuple(kept)
+
+
+def _needed(planned: PlannedStep, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Those that must stay in host memory for the plan to fit: the last ones, which come back to
+    the device first, fill what the plan leaves free. They come in the order of their groups, so
+    that what is updated together comes back together."""
+    plan, step = planned.plan, planned.traced
+    if plan.memory_budget_bytes == inf:
+        return tuple(inputs)
+    free = _USED_AGAIN * (plan.memory_budget_bytes - plan.estimated_peak_bytes)
+    assert step.host is not None
+    kept = list(step.host.inputs)
+    while kept:
+        size = aval_bytes(step.avals[kept[-1]]) / _shards(plan, kept[-1])
+        if size > free:
+            break
+        free -= size
+        kept.pop()
+    return tuple(sorted(kept)) or tuple(inputs)
+
+
+def _shards(plan: ParallelPlan, index: int) -> int:
+    return num_shards(plan.inputs[index].layout, plan.mesh_shape)
