@@ -15,7 +15,8 @@ and the fill of the device by small kernels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ArgumentError
@@ -61,6 +62,17 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class LinkUse:
+    """All collectives of a kind in a place ("8 in a host", "4 hosts × 2"), for one device."""
+
+    kind: str
+    place: str
+    count: int
+    sent_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Judgement:
     """A step on one device.
 
@@ -68,6 +80,8 @@ class Judgement:
     compute_s:   all kernels.
     links_s:     all collectives, as if nothing hid them.
     exposed_s:   the part of them for which kernels wait.
+    flops:       of all products and convolutions.
+    links:       collectives by kind and place.
     kernels:     the longest first.
     unknown_loops: names of loops whose trips XLA does not know; they count once.
 
@@ -78,6 +92,8 @@ class Judgement:
     compute_s: float
     links_s: float
     exposed_s: float
+    flops: float = 0.0
+    links: tuple[LinkUse, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     unknown_loops: tuple[str, ...] = ()
 
@@ -87,9 +103,12 @@ class Judgement:
         return self.links_s - self.exposed_s
 
 
-def judge(hlo_text: str, cluster: ClusterSpec | DeviceSpec | str) -> Judgement:
+def judge(
+    hlo_text: str, cluster: ClusterSpec | DeviceSpec | str, hosts: Sequence[int] | None = None
+) -> Judgement:
     """The time of a program that XLA has compiled (`compiled.as_text()`), on devices of this kind.
-    A device alone, or its name, stands for a cluster of one host."""
+    A device alone, or its name, stands for a cluster of one host. `hosts`: the host of every
+    device, in the program's order; by default devices fill one host after another."""
     module = HloModule(hlo_text)
     if not module.is_scheduled or not module.entry:
         raise ArgumentError(
@@ -98,7 +117,7 @@ def judge(hlo_text: str, cluster: ClusterSpec | DeviceSpec | str) -> Judgement:
         )
     if not isinstance(cluster, ClusterSpec):
         cluster = ClusterSpec(1, max(module.num_devices, 1), device=cluster)
-    return _Judge(module, cluster).judge()
+    return _Judge(module, cluster, hosts).judge()
 
 
 @dataclass
@@ -121,13 +140,26 @@ class _Sums:
 
     compute: float = 0.0
     links: float = 0.0
+    flops: float = 0.0
     kernels: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    uses: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def add_collective(self, op: CollectiveOp, place: str, seconds: float, times: int) -> None:
+        if not times:
+            return
+        self.links += times * seconds
+        sums = self.uses.setdefault((op.kind, place), [0, 0.0, 0.0])
+        for number, value in enumerate((1, op.sent_bytes / op.trips, seconds)):
+            sums[number] += times * value
 
 
 class _Judge:
-    def __init__(self, module: HloModule, cluster: ClusterSpec) -> None:
+    def __init__(
+        self, module: HloModule, cluster: ClusterSpec, hosts: Sequence[int] | None
+    ) -> None:
         self.module = module
         self.cluster = cluster
+        self.hosts = hosts
         self.device = cluster.spec
         self.sums = _Sums()
         self.unknown_loops: list[str] = []
@@ -144,6 +176,11 @@ class _Judge:
             self.sums.compute,
             self.sums.links,
             clock.exposed + max(0.0, clock.links - clock.kernels),
+            self.sums.flops,
+            tuple(
+                LinkUse(kind, place, int(count), sent, seconds)
+                for (kind, place), (count, sent, seconds) in sorted(self.sums.uses.items())
+            ),
             tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
             tuple(dict.fromkeys(self.unknown_loops)),
         )
@@ -168,8 +205,10 @@ class _Judge:
         elif one.opcode.endswith("-update"):
             return
         elif collective := self._collective(one):
-            seconds = collective_s(collective, self.cluster)
-            self.sums.links += times * seconds
+            seconds = 0.0
+            if collective.group_size > 1:
+                place, seconds = collective_s(collective, self.cluster, self.hosts)
+                self.sums.add_collective(collective, place, seconds, times)
             begin = max(clock.links, clock.kernels)
             clock.links = begin + seconds
             if one.opcode.endswith("-start"):
@@ -222,6 +261,7 @@ class _Judge:
         )
         clock.kernels += seconds
         self.sums.compute += times * seconds
+        self.sums.flops += times * flops
         sums = self.sums.kernels.setdefault((one.name, one.op_name), [0.0] * 4)
         for place, value in enumerate((1.0, seconds, flops, num_bytes)):
             sums[place] += times * value
@@ -355,23 +395,49 @@ def _written_bytes(output: Instruction, inside: Mapping[str, Instruction]) -> fl
     return _bytes(output if place is None else inside[output.operands[place]])
 
 
-def collective_s(op: CollectiveOp, cluster: ClusterSpec) -> float:
-    """One run of a collective by its ring: bytes over the slowest link that a device's share of
-    the ring crosses, and a latency. Between hosts, the devices of a group that share a host have
-    their shares of its network."""
-    device = cluster.spec
-    per_host = cluster.devices_per_host
-    crosses = any(len({d // per_host for d in group}) > 1 for group in op.groups)
-    if op.group_size <= 1:
-        return 0.0
-    intra, network = device.intra_host_bandwidth, device.host_bandwidth
+def collective_s(
+    op: CollectiveOp, cluster: ClusterSpec, hosts: Sequence[int] | None = None
+) -> tuple[str, float]:
+    """Where one run of a collective happens ("8 in a host", "4 hosts × 2"), and its seconds. Groups
+    work side by side, so the slowest counts. `hosts`: of every device, in the program's order; by
+    default devices fill one host after another.
+
+    A ring inside a host has the bandwidth of a device's link. One through several hosts has that of
+    the adapters of its devices on a host together, at most that of the link. An all-to-all sends
+    its bytes for other hosts through the device's adapter and the rest over the link meanwhile; a
+    permutation is as fast as its slowest pair."""
+    device, per_host = cluster.spec, cluster.devices_per_host
+
+    def hosts_of(group: Sequence[int]) -> list[int]:
+        return [d // per_host if hosts is None else hosts[d] for d in group]
+
+    placed = [Counter(hosts_of(group)) for group in op.groups] or [Counter([0] * op.group_size)]
+    if op.kind == "collective-permute":
+        crosses = any(len(pair) > 1 for pair in placed)
+        bandwidth = device.host_bandwidth / per_host if crosses else device.intra_host_bandwidth
+        place = "pairs across hosts" if crosses else "pairs in a host"
+        return place, _alpha_s(crosses, device) + op.num_bytes / bandwidth
+    times = {
+        (len(group), min(group.values())): _group_s(op, group, device, per_host) for group in placed
+    }
+    (num_hosts, on_host), slowest_s = max(times.items(), key=lambda item: item[1])
+    place = f"{on_host} in a host" if num_hosts == 1 else f"{num_hosts} hosts × {on_host}"
+    return place, slowest_s
+
+
+def _group_s(op: CollectiveOp, group: Counter[int], device: DeviceSpec, per_host: int) -> float:
+    """`group`: how many of its devices are on each of its hosts."""
+    link, adapter = device.intra_host_bandwidth, device.host_bandwidth / per_host
+    crosses, on_host = len(group) > 1, min(group.values())
+    alpha_s, sent = _alpha_s(crosses, device), op.sent_bytes / op.trips
     if not crosses:
-        return device.intra_host_alpha_s + op.sent_bytes / op.trips / intra
-    group = op.groups[0]
-    together = max(1, len(group) // len({d // per_host for d in group}))
-    share = network * together / per_host
+        return alpha_s + sent / link
     if op.kind in ("all-to-all", "ragged-all-to-all"):
-        over_network = op.sent_bytes / op.trips * (op.group_size - together) / op.group_size
-        return device.inter_host_alpha_s + over_network / (network / per_host)
-    bandwidth = min(share, intra) if together > 1 else share
-    return device.inter_host_alpha_s + op.sent_bytes / op.trips / bandwidth
+        num_devices = sum(group.values())
+        away = (num_devices - on_host) / num_devices * op.num_bytes
+        return alpha_s + max(away / adapter, (sent - away) / link)
+    return alpha_s + sent / min(on_host * adapter, link)
+
+
+def _alpha_s(crosses: bool, device: DeviceSpec) -> float:
+    return device.inter_host_alpha_s if crosses else device.intra_host_alpha_s

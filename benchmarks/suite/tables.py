@@ -74,7 +74,10 @@ def _rank(one: dict[str, Any]) -> tuple[bool, float]:
 
 
 def best_expert(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The fastest that fits, of those judged as autopar's plan was."""
+    ours = autopar_of(row)
     able = [one for one in row["results"] if one["family"] != _AUTOPAR and one["fits"]]
+    able = [one for one in able if ours is None or one.get("judge") == ours.get("judge")]
     return min(able, key=lambda one: one["step_ms"], default=None)
 
 
@@ -122,7 +125,15 @@ def _model(row: dict[str, Any]) -> str:
 
 
 def _step(one: dict[str, Any]) -> str:
-    return f"{one['step_ms']:.1f} ms" if one["fits"] else "does not fit"
+    """The judge's figure, and the planner's beside that of the schedule."""
+    if not one["fits"]:
+        return "does not fit"
+    predicted = f" (predicted {one['predicted_ms']:.1f})" if _has_both(one) else ""
+    return f"{one['step_ms']:.1f} ms{predicted}"
+
+
+def _has_both(one: dict[str, Any]) -> bool:
+    return "judge" in one and "predicted_ms" in one
 
 
 def _shape(one: dict[str, Any]) -> str:
@@ -148,16 +159,19 @@ def _note(row: dict[str, Any]) -> str:
     if ours is None or best is None or ratio is None or ratio <= 1 + EQUAL_WITHIN:
         return row.get("note", "")
     compute = ours["compute_ms"] - best["compute_ms"]
-    communication = ours["communication_ms"] - best["communication_ms"]
-    found = f"worse: compute {compute:+.1f} ms, communication {communication:+.1f} ms"
+    name, words = ("exposed_ms", "exposed communication")
+    if "exposed_ms" not in ours or "exposed_ms" not in best:
+        name, words = ("communication_ms", "communication")
+    found = f"worse: compute {compute:+.1f} ms, {words} {ours[name] - best[name]:+.1f} ms"
     return f"{found}; {row['note']}" if row.get("note") else found
 
 
 def h100_details(part: dict[str, Any]) -> str:
-    """A line per plan: the terms of the formula."""
+    """A line per plan: the planner's figure, the judge's, and its parts."""
     heads = (
-        "model", "GPUs", "plan", "mesh", "step ms", "compute ms", "communication ms",
-        "sent by a device, GB", "peak GB", "predicted GB", "planned s",
+        "model", "GPUs", "plan", "mesh", "step ms", "predicted ms", "compute ms",
+        "communication ms", "of it exposed", "sent by a device, GB", "peak GB", "predicted GB",
+        "planned s",
     )  # fmt: skip
     lines = []
     for row in part["rows"]:
@@ -174,8 +188,10 @@ def _detail(row: dict[str, Any], one: dict[str, Any]) -> list[str]:
         one["plan"],
         one.get("mesh", "–"),
         _number(one.get("step_ms")) + ("" if one["fits"] else " (does not fit)"),
+        _number(one.get("predicted_ms")),
         _number(one.get("compute_ms")),
         _number(one.get("communication_ms")),
+        _number(one.get("exposed_ms")),
         sent or "–",
         _number(one.get("peak_gb")),
         _number(one.get("predicted_gb")),

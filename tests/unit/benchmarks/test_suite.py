@@ -1,5 +1,5 @@
 """The suite of `autopar bench`: rows, processes, tables. What it compiles is tested in
-`test_suite_judge.py` and by `tests/unit/benchmarks/test_experts.py`."""
+`tests/unit/measure/test_judge.py` and by `tests/unit/benchmarks/test_experts.py`."""
 
 import json
 import time
@@ -133,6 +133,21 @@ def test_where_autopar_is_worse_the_table_says_so_and_of_what_there_is_more():
     found = row(ours, result("FSDP", 10.0))
     text = tables.h100_table({"rows": [found]})
     assert "| 1.20 |" in text and "worse: compute -2.0 ms, communication +4.0 ms" in text
+
+
+def test_the_planners_figure_is_beside_the_judges():
+    ours = result("autopar", 9.5, judge="schedule", predicted_ms=10.0, exposed_ms=0.5)
+    expert = result("FSDP", 9.0, judge="schedule", exposed_ms=0.1)
+    found = row(ours, expert)
+    text = tables.h100_table({"rows": [found]})
+    assert "9.5 ms (predicted 10.0)" in text and "exposed communication +0.4 ms" in text
+    details = tables.h100_details({"rows": [found]})
+    assert "| 9.5 | 10.0 | 8.5 | 1.0 | 0.5 |" in details
+
+
+def test_figures_of_different_judges_are_not_compared():
+    found = row(result("autopar", 10.0, judge="schedule"), result("FSDP", 5.0))
+    assert tables.ratio_of(found) is None
 
 
 def test_a_row_without_ours_has_no_ratio():

@@ -233,3 +233,81 @@ def test_what_every_compiler_prints_is_read(file: Path) -> None:
     assert judged and all(one.step_s > 0 for one in judged)
     assert any(one.links_s > 0 for one in judged)
     assert all(0 <= one.exposed_s <= one.links_s * (1 + 1e-9) for one in judged)
+
+
+# Collectives on hosts of eight devices; 400 bytes of result on a device.
+
+LINKS = DeviceSpec(
+    "links",
+    flops_16bit=1e12,
+    flops_32bit=1e12,
+    memory_bytes=1e9,
+    memory_bandwidth=1e12,
+    intra_host_bandwidth=400.0,
+    host_bandwidth=8 * 50.0,
+    intra_host_alpha_s=0.25,
+    inter_host_alpha_s=2.0,
+)
+HOSTS = ClusterSpec(4, 8, device=LINKS)
+IN_HOST = "[4,8]<=[32]"  # four hosts, a group each
+ACROSS = "[8,4]<=[4,8]T(1,0)"  # one device of every host
+ALL = "[1,32]<=[32]"
+
+
+def collective(op: str, groups: str) -> str:
+    return module(
+        f"""%p = f32[100]{{0}} parameter(0)
+        ROOT %c = f32[100]{{0}} {op}(%p), channel_id=1, replica_groups={groups}""",
+        partitions=32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "groups", "expected"),
+    [
+        ("all-reduce", IN_HOST, 0.25 + 2 * 7 / 8 * 400 / 400),
+        ("all-gather", IN_HOST, 0.25 + 7 / 8 * 400 / 400),
+        ("reduce-scatter", IN_HOST, 0.25 + 7 * 400 / 400),
+        ("all-to-all", IN_HOST, 0.25 + 7 / 8 * 400 / 400),
+        ("all-reduce", ACROSS, 2 + 2 * 3 / 4 * 400 / 50),
+        # Eight adapters on every host are as fast together as one link.
+        ("all-reduce", ALL, 2 + 2 * 31 / 32 * 400 / 400),
+        # Of an all-to-all, what leaves the host goes through one adapter.
+        ("all-to-all", ALL, 2 + 24 / 32 * 400 / 50),
+        ("all-to-all", ACROSS, 2 + 3 / 4 * 400 / 50),
+    ],
+)
+def test_a_collective_costs_what_its_ring_does(op: str, groups: str, expected: float) -> None:
+    found = judge(collective(op, groups), HOSTS)
+    assert found.links_s == found.exposed_s == pytest.approx(expected)
+    assert found.compute_s == 0
+    assert [(use.kind, use.count) for use in found.links] == [(op, 1)]
+
+
+def test_half_a_host_has_half_the_adapters() -> None:
+    found = judge(collective("all-gather", "[2,16]<=[4,2,4]T(1,0,2)"), HOSTS)
+    assert found.links_s == pytest.approx(2 + 15 / 16 * 400 / 200)
+    (use,) = found.links
+    assert use.place == "4 hosts × 4" and use.sent_bytes == pytest.approx(15 / 16 * 400)
+
+
+def test_where_devices_are_is_told_by_their_hosts() -> None:
+    text = collective("all-reduce", "{{0,1},{2,3}}")
+    assert judge(text, HOSTS).links_s == pytest.approx(0.25 + 1.0)
+    apart = judge(text, HOSTS, hosts=[0, 1] * 16)
+    assert apart.links_s == pytest.approx(2 + 400 / 50)
+    assert [use.place for use in apart.links] == ["2 hosts × 1"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"), [("{{0,1},{1,0}}", 0.25 + 1), ("{{0,1},{7,8}}", 2 + 400 / 50)]
+)
+def test_a_permutation_is_as_fast_as_its_slowest_pair(pairs: str, expected: float) -> None:
+    text = collective("collective-permute", "{}")
+    text = text.replace("replica_groups={}", f"source_target_pairs={pairs}")
+    assert judge(text, HOSTS).links_s == pytest.approx(expected)
+
+
+def test_groups_of_one_device_cost_nothing() -> None:
+    found = judge(collective("all-reduce", "[32,1]<=[32]"), HOSTS)
+    assert found.step_s == 0 and found.links == ()
