@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from autopar.inspect.breakdown import mesh_plans
-from autopar.inspect.explain import costs_text
+from autopar.inspect.explain import costs_text, judged_sentences
 from autopar.inspect.memory_text import found_sentences, freeing_sentences, host_sentences
 from autopar.inspect.report_page.charts import (
     breakdown,
@@ -87,6 +87,7 @@ def _head(plan: ParallelPlan, headline: Headline) -> dict[str, Any]:
         "bubble": short(headline.bubble),
         "limits": [
             *headline.limits,
+            *judged_sentences(plan),
             *host_sentences(plan),
             *found_sentences(plan),
             *freeing_sentences(plan),

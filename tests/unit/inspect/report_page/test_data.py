@@ -20,6 +20,7 @@ from autopar.inspect.report_page.encode import Texts, run_text, runs, short
 from autopar.inspect.report_page.headline import headline_of
 from autopar.inspect.report_page.model import array_rows, held_bytes, model_data
 from autopar.inspect.report_page.page import embedded_json
+from autopar.ir.judged import JudgedStep
 from autopar.ir.plan import Tensor
 from autopar.ir.timeline import Event, Timeline
 from tests.report_plans import GIB, one_mesh, pipeline, timeline
@@ -37,6 +38,13 @@ def test_runs_of_numbers() -> None:
     assert runs((4, 0, 1, 2, 9, 8)) == [[0, 3], [4, 5], [8, 10]]
     assert run_text((4, 0, 1, 2, 9, 8)) == "0–2, 4, 8–9"
     assert runs(()) == []
+
+
+def test_the_page_says_what_the_judge_read() -> None:
+    plan = replace(one_mesh(), judged=JudgedStep(0.02, 0.015, 0.01, 0.005))
+    (line,) = (line for line in page_data(plan)["head"]["limits"] if "XLA's schedule" in line)
+    assert "20.00 ms" in line and "collectives 10.00 ms" in line and "wait for 5.00 ms" in line
+    assert not any("schedule" in line for line in page_data(one_mesh())["head"]["limits"])
 
 
 # -- operators

@@ -38,6 +38,19 @@ def test_what_is_exported_on_no_devices_runs_on_devices() -> None:
     assert {s.data.shape for s in same.addressable_shards} == {(8, 4)}
 
 
+def test_options_of_xla_reach_the_workers_compiler() -> None:
+    stage_program = stage_program_of(lambda x: [2 * x])
+    program = export_stage_program("train", stage_program, "cpu")
+
+    def compiled(*options: tuple[str, str]) -> Any:
+        spec = ProgramSpec("step", 0, stage_program.reads, stage_program.writes, (), options)
+        return compile_stage_program("train_step", spec, program, jax.devices()[:4])
+
+    assert compiled(("xla_llvm_disable_expensive_passes", "true")) is not None
+    with pytest.raises(CompileError, match="xla_no_such_option"):
+        compiled(("xla_no_such_option", "true"))
+
+
 def test_custom_calls_without_guarantees_are_let_through() -> None:
     def function(x: Any) -> list[Any]:
         first = jax.ffi.ffi_call("one_of_mine", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
