@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from autopar.api import ParallelFunction
 from autopar.errors import ArgumentError, CheckpointError, ClusterError, PlanError, WorkerError
@@ -349,24 +350,21 @@ class Training:
 
     def _split(self, outputs: Any) -> tuple[Any, Any]:
         """(new state, other results)."""
-        if self._is_state(outputs):
+        difference = _difference(outputs, self._like)
+        if not difference:
             return outputs, None
         if isinstance(outputs, (tuple, list)):
             for i, output in enumerate(outputs):
-                if self._is_state(output):
+                if not (of_one := _difference(output, self._like)):
                     rest = (*outputs[:i], *outputs[i + 1 :])
                     return output, rest[0] if len(rest) == 1 else (rest or None)
+                if jax.tree.structure(output) == jax.tree.structure(self._like):
+                    difference = f"result {i} comes nearest: {of_one}"
         raise ArgumentError(
-            f"run_training(step={self._step!r}): returned {jax.tree.structure(outputs)}, where "
-            f"nothing has the structure, shapes and types of the state, "
-            f"{jax.tree.structure(self._like)}. Return the new state, or a tuple that contains it."
+            f"run_training(step={self._step!r}): nothing that it returned has the structure, "
+            f"shapes and types of the state: {difference}. Return the new state, or a tuple that "
+            "contains it."
         )
-
-    def _is_state(self, output: Any) -> bool:
-        if jax.tree.structure(output) != jax.tree.structure(self._like):
-            return False
-        pairs = zip(jax.tree.leaves(output), jax.tree.leaves(self._like), strict=True)
-        return all(_type_of(one) == _type_of(other) for one, other in pairs)
 
 
 def _shape_of(leaf: Any) -> Any:
@@ -379,6 +377,35 @@ def _shape_of(leaf: Any) -> Any:
         sharding = leaf.sharding
     dtype = canonical(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=is_weak)
+
+
+def _difference(output: Any, state: Any) -> str:
+    """Where a result differs from the state; nothing if it could be the next one."""
+    if jax.tree.structure(output) != jax.tree.structure(state):
+        return f"it returned {_summary(output)}, and the state is {_summary(state)}"
+    pairs = zip(jax.tree.leaves_with_path(output), jax.tree.leaves(state), strict=True)
+    for (path, one), other in pairs:
+        if _type_of(one) != _type_of(other):
+            return f"state{keystr(path)} is {_type_text(other)}, and {_type_text(one)} was returned"
+    return ""
+
+
+def _summary(tree: Any) -> str:
+    """What a tree is at its top: "a tuple of float32[] and a dict with 12 leaves"."""
+    if type(tree) in (tuple, list) and len(tree) <= 4:
+        parts = [_summary(part) for part in tree] or ["nothing"]
+        return f"a {type(tree).__name__} of {' and '.join(parts)}"
+    leaves = jax.tree.leaves(tree)
+    if jax.tree_util.all_leaves([tree]):
+        return _type_text(tree)
+    return f"a {type(tree).__name__} with {len(leaves)} leaves"
+
+
+def _type_text(leaf: Any) -> str:
+    found = _type_of(leaf)
+    if found is None:
+        return f"a {type(leaf).__name__}"
+    return f"{found[1]}[{', '.join(map(str, found[0]))}]"
 
 
 def _type_of(leaf: Any) -> Any:

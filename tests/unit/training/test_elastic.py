@@ -343,8 +343,21 @@ def test_bad_arguments(tmp_path: Path):
         run(batches=3)
     with pytest.raises(ArgumentError, match=r"returned None for the batches from number 0 on"):
         run(batches=lambda start: None)
-    with pytest.raises(ArgumentError, match="nothing has the structure, shapes and types of the"):
+    with pytest.raises(
+        ArgumentError, match="nothing that it returned has the structure, shapes and"
+    ):
         run(step=lambda state, batch: batch)
+    with pytest.raises(
+        ArgumentError, match=r"it returned a tuple of float32\[.*, and the state is a "
+    ):
+        run(step=lambda state, batch: (batch, [batch]))
+    state, nearly = {"w": np.ones(3, np.float32)}, {"w": np.ones(3, np.float16)}
+    with pytest.raises(
+        ArgumentError, match=r"result 1 .*: state\['w'\] is float32\[3\], and float16"
+    ):
+        run(
+            step=lambda state, batch: (0.0, nearly), state=state, checkpoint_dir=tmp_path / "nearly"
+        )
     with pytest.raises(CheckpointError, match="is of another model"):
         run(step=lambda state, batch: state, state={"another": np.ones(3)})
 
