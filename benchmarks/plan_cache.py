@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import autopar
-from autopar.cli.demo import _batches, _make_model
+from autopar.cli.demo_models import make_model
 from benchmarks.script import script_parser, write_json
 from examples.models import build
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     example = build(given.model)
-    state, demo_step = _make_model()
+    demo = make_model("gpt")
     cases = {
         given.model: (
             example.train_step,
@@ -77,8 +77,8 @@ def main() -> None:
             autopar.ShardParallel(),
         ),
         "the demo": (
-            demo_step,
-            (state, next(_batches(1, 16, seq_len=64))),
+            demo.train_step,
+            (demo.state, next(demo.batches(1, 16))),
             autopar.ClusterSpec(1, 8, "cpu"),
             None,
         ),

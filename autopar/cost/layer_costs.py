@@ -12,13 +12,15 @@ n · latency + once, is the solver's objective.
 Memory, with forward and backward pass of a micro-batch as two programs:
 
     held        values made outside of the loop and alive until its end, with their copies in other
-                layouts; sums over micro-batches; results that replace no argument
+                layouts; sums over micro-batches, in full where they are reduced after the loop;
+                results that replace no argument; of one micro-batch, other forward values that the
+                backward pass reads
     in flight   residuals handed to the backward program, counted in a layer that reads them;
                 without values made from parameters and constants alone, which are recomputed
     working     the maximum of what else is alive while the layer runs or is updated
 
 A recomputed layer stores the values that it reads from other layers; its forward time is added, and
-its residuals count as working memory.
+its residuals and what else its backward pass reads count as working memory.
 """
 
 from __future__ import annotations
@@ -185,10 +187,10 @@ class LayerTerms:
         )
         self.copy_value = np.where(finishes, -1 - np.arange(len(edges)), value)
         self.copy_phase = phase[consumer]
-        outside = phase[consumer] == PER_STEP
-        self.copy_is_held = (
-            outside & ~finishes & (end >= self.loop_end) & (phase[producer] == PER_STEP)
-        )
+        outside = (phase[consumer] == PER_STEP) & (phase[producer] == PER_STEP)
+        # Partial sums over micro-batches are there while the loop runs.
+        is_there = ~finishes | (start <= self.loop_end)
+        self.copy_is_held = outside & is_there & (end >= self.loop_end)
 
     def _value_group(self, value: int) -> int:
         node, result = self.graph.producer[value]
@@ -210,9 +212,7 @@ class LayerTerms:
         forward = [i for i in np.flatnonzero(phase == FORWARD) if i not in summed_at]
         forward_nodes = np.array(forward, dtype=np.int64)
         forward_end = int(self.times[forward_nodes].max(initial=-1))
-        layer_end = np.full(self.layers.num_layers + 1, -1)  # of forward passes
-        np.maximum.at(layer_end, layer[forward_nodes] + 1, self.times[forward_nodes])
-        held, working, temporary = [], [], []
+        held, working, temporary, reread = [], [], [], []
         summing = {v for index in summed_at for v in graph.nodes[index].results}
         last = len(graph.nodes)
         for life in graph.liveness.lives:
@@ -224,15 +224,16 @@ class LayerTerms:
             elif graph.nodes[node].name == "scan_stack" and life.end > self.loop_end:
                 held.append(entry)
             elif life.value not in residuals and life.value not in summing:
-                end = life.end
                 readers = self.readers.get(life.value, ())
-                if phase[node] == FORWARD and life.start <= forward_end < end:
-                    # The backward pass recomputes it from residuals.
-                    end = max(life.start, layer_end[layer[node] + 1])
+                if phase[node] == FORWARD and life.start <= forward_end < life.end:
+                    reread.append(entry)
                 elif readers and all(r in summed_at for r in readers):
                     end = max(life.start, *(summed_at[r] for r in readers))
-                working.append((*entry[:3], end))
+                    working.append((*entry[:3], end))
+                else:
+                    working.append(entry)
         self.held, self.working, self.temporary = map(self._bytes, (held, working, temporary))
+        self.reread = self._bytes(reread)
         self.in_flight = self._bytes([(value, at, 0, 0) for value, at in in_flight])
         self.boundary = self._bytes([(value, at, 0, 0) for value, at in boundary])
         self.value_groups = list(self._value_group_of)
@@ -305,6 +306,7 @@ class LayerTerms:
         held, and those of so many micro-batches in flight."""
         count = len(self.value_groups)
         values = np.bincount(self.held.group, weights=self.held.size, minlength=count)
+        values += np.bincount(self.reread.group, weights=self.reread.size, minlength=count)
         values += num_in_flight * np.bincount(
             self.in_flight.group, weights=self.in_flight.size, minlength=count
         )
@@ -329,7 +331,7 @@ class LayerTerms:
         n = self.num_micro_batches
         share = costs.value_share
         held_copies, copies, temporary = self._copies(costs)
-        held = self.held.by_layer(share, count) + held_copies
+        held = self.held.by_layer(share, count) + self.reread.by_layer(share, count) + held_copies
         in_flight = spread_shared(self.in_flight.by_layer(share, count))
         working = self._working(copies + self._alive(self.working, self.working.on_device(share)))
         values = self.temporary
@@ -353,13 +355,16 @@ class LayerTerms:
 
     def recomputed(self, table: LayerTable, costs: GroupCosts) -> LayerTable:
         """The table with every layer recomputed whose residuals exceed its inputs."""
-        inputs = spread_shared(self.boundary.by_layer(costs.value_share, self.layers.num_layers))
+        share, count = costs.value_share, self.layers.num_layers
+        inputs = spread_shared(self.boundary.by_layer(share, count))
         is_recomputed = table.in_flight_bytes > inputs
+        reread = is_recomputed * self.reread.by_layer(share, count)[1:]
         return replace(
             table,
             latency_s=table.latency_s + is_recomputed * table.forward_s,
+            held_bytes=table.held_bytes - reread,
             in_flight_bytes=np.where(is_recomputed, inputs, table.in_flight_bytes),
-            working_bytes=table.working_bytes + is_recomputed * table.in_flight_bytes,
+            working_bytes=table.working_bytes + reread + is_recomputed * table.in_flight_bytes,
             remat=True,
         )
 

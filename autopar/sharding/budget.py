@@ -238,15 +238,17 @@ class _BudgetSearch:
     def refine(self) -> None:
         if not self.rows:
             return
+        self.combine()  # milliseconds, and often all that is needed
         for _ in range(_MAX_CUTS):
+            if self.is_over() or self.gap() <= GOOD_GAP:
+                return
             prices, promise = self.next_prices()
             if promise <= self.bound * (1 + 1e-6) or not any(prices.values()):
                 break
             self.solve_at(prices)
             self.combine()
-            if self.is_over() or self.gap() <= GOOD_GAP:
-                return
-        self.mix()
+        if not self.is_over() and self.gap() > GOOD_GAP:
+            self.mix()
 
     def combine(self) -> None:
         """Exchange parts of the best solution for those of cheaper ones that do not fit."""

@@ -45,6 +45,21 @@ def combined(
     return {u: other[u] if u in chosen else s for u, s in fitting.items()}
 
 
+def at_price(
+    problem: PairwiseProblem, limit: Limit, price: float, one: Choice, other: Choice
+) -> Choice:
+    """The best choice that takes whole groups of `other` and the rest of `one`, if what the limit
+    counts has this price."""
+    groups = _groups(problem, (limit,), one, other)
+    if not groups:
+        return one
+    number = {u: k for k, group in enumerate(groups) for u in group}
+    cost = _differences(problem.costs, _edges(problem, number), number, one, other)
+    more = _differences(limit.nodes, limit.edges.items(), number, one, other)
+    chosen = {u for k in np.flatnonzero(cost + price * more < 0) for u in groups[k]}
+    return {u: other[u] if u in chosen else s for u, s in one.items()}
+
+
 def _groups(
     problem: PairwiseProblem, limits: Sequence[Limit], fitting: Choice, other: Choice
 ) -> list[list[int]]:

@@ -67,6 +67,7 @@ class ShardingTask:
     in_full:     explain a step that cannot fit; else its error comes at once, with bytes only.
     every_order: look at every order of a mesh's axes; else, for a try, at one.
     cutoff:      seconds of a plan at hand: among plans that take as long, any will do.
+    first_price: per byte, at which a similar step fitted; 0 if unknown.
     """
 
     step: TracedStep
@@ -81,6 +82,7 @@ class ShardingTask:
     in_full: bool = True
     every_order: bool = True
     cutoff: float = inf
+    first_price: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -377,7 +379,7 @@ def _best_within_memory(
                     solver=options.solver,
                     time_limit_s=log.deadline.seconds(options.solver_time_limit_s),
                     cutoff=min(cutoff, inf if best is None else (1 - GOOD_GAP) * best.objective),
-                    first_price=0.0 if best is None else best.price_per_byte,
+                    first_price=problem.task.first_price if best is None else best.price_per_byte,
                 )
             except DoesNotFit as miss:
                 smallest = miss.smallest

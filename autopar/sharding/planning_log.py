@@ -11,7 +11,7 @@ from math import inf
 
 from autopar.errors import PlanningError
 from autopar.ir.failures import Failure, is_contained
-from autopar.ir.stages import SearchReport
+from autopar.ir.stages import SearchReport, Submesh
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import ShardingOptions
 from autopar.progress import Best, Progress, logged, showing
@@ -43,6 +43,7 @@ class PlanningLog:
     deadline:        the seconds that the plan may take, from the log's creation on.
     best:            the best plan so far, for the terminal.
     work_s:          no plan of the whole step takes less (`ShardingProblem.work_s`); 0 if unknown.
+    prices:          submesh -> the price per byte at which a stage fitted there last.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class PlanningLog:
     deadline: Deadline = field(default_factory=Deadline)
     best: Best | None = None
     work_s: float = 0.0
+    prices: dict[Submesh, float] = field(default_factory=dict)
 
     @contextmanager
     def limited(self, options: ShardingOptions) -> Iterator[None]:
@@ -71,6 +73,16 @@ class PlanningLog:
             showing(self.best),
         ):
             yield
+
+    @contextmanager
+    def sharing(self, share: float) -> Iterator[None]:
+        """Work that may take a share of the time left."""
+        whole = self.deadline
+        self.deadline = whole.part(share)
+        try:
+            yield
+        finally:
+            self.deadline = whole
 
     def stopped(self, planned: PlannedStep) -> PlannedStep:
         """The plan with what was left out for want of time."""

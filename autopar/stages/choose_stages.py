@@ -234,16 +234,20 @@ def _other_number(
     over more devices: they are tried if nothing else fits, or all else is slow for want of
     memory."""
     rows, most = batch_rows(looped.step), setting.cluster.devices_per_host
-    best = choice
+    best, known = choice, {setting.num_micro_batches}
     for least in (most, *(n for n in (2, 1) if n < most)):
         needless = least == 1 or best is None or not _lacks_memory(looped, setting, best)
         if least < most and best is not None and needless:
             break
         candidates = candidate_micro_batches(rows, min_rows=min(rows, least))
-        other = choose_micro_batches(tables, setting, candidates, deadline=deadline)
-        worth = WORTH_FEW_ROWS if least < most else 0.0
-        if other is not None and (best is None or other.choice.step_s < best.step_s * (1 - worth)):
-            best = other.choice
+        candidates = [number for number in candidates if number not in known]
+        known.update(candidates)
+        worth = WORTH_FEW_ROWS if least < most else WORTH_ANOTHER
+        cutoff_s = inf if best is None else best.step_s * (1 - worth)
+        other = choose_micro_batches(
+            tables, setting, candidates, cutoff_s=cutoff_s, deadline=deadline
+        )
+        best = best if other is None else other.choice
     return best
 
 

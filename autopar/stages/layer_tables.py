@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf, log2, prod
 
 import numpy as np
@@ -37,6 +38,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.progress import Progress
 from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
+from autopar.sharding.combine import at_price
 from autopar.sharding.contract import solve_contracted
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.limit import Limit
@@ -59,6 +61,7 @@ _FEW_STAGES = 8  # that a pipeline has which is soon solved
 TABLES_SHARE = 0.5  # of the time left, for all tables
 _LEAST_SHARE = 0.2
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
+_BETWEEN = 3  # choices between two that were solved
 TABLE_GAP = 0.005  # tables are within a few percent of a stage's own solve; they need no better
 _REST_GAP = 0.0075  # good enough to do without an integer programme
 _SMALL = 1000  # edge entries up to which an integer programme is as fast as message passing
@@ -322,12 +325,12 @@ class TableBench:
         limit = pricer.limit(*terms.priced_bytes(num_in_flight))
         seen: list[Choice] = []
         unit = objective / max(limit.value(first), 1.0)
-        for share in (0.0, *prices):
-            choice = first
-            if share and mesh.num_devices > 1:
-                penalised = problem.pairwise.copy()
-                limit.add_to(penalised, share * unit)
-                choice = self.solve(penalised)
+        choices = {0.0: first}
+        for share in prices if mesh.num_devices > 1 else ():
+            penalised = problem.pairwise.copy()
+            limit.add_to(penalised, share * unit)
+            choices[share] = self.solve(penalised)
+        for share, choice in _with_exchanged(choices, problem.pairwise, limit, unit):
             if choice in seen:
                 continue
             seen.append(choice)
@@ -374,6 +377,20 @@ class TableBench:
             rest_gap=_REST_GAP,
         )
         return reduction.restore(result.choice)
+
+
+def _with_exchanged(
+    solved: Mapping[float, Choice], problem: PairwiseProblem, limit: Limit, unit: float
+) -> Iterator[tuple[float, Choice]]:
+    """The choices at shares that were solved, and between each two of them those that exchange
+    groups of the first for groups of the second (see `combine`)."""
+    shares = sorted(solved)
+    for low, high in pairwise((*shares, inf)):
+        yield low, solved[low]
+        if low and high < inf:
+            for k in range(1, _BETWEEN + 1):
+                share = low * (high / low) ** (k / (_BETWEEN + 1))
+                yield share, at_price(problem, limit, share * unit, solved[low], solved[high])
 
 
 class _Pricer:
@@ -464,7 +481,8 @@ class _Pricer:
                 continue
             u, v = edge.source, edge.target
             ups, downs = problem.strategies[u], problem.strategies[v]
-            term = size * copy_shares(ups, downs, edge.result, edge.position, False, shape)
+            finishes = self.graph.nodes[problem.representative[v]].kind is NodeKind.FINISH
+            term = size * copy_shares(ups, downs, edge.result, edge.position, finishes, shape)
             if u == v:
                 add(nodes, u, np.diagonal(term))
             elif term.any():

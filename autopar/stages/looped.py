@@ -133,13 +133,17 @@ _MOST_STAGES = 8  # of a pipeline that is searched at first
 
 def first_micro_batches(step: TracedStep, cluster: ClusterSpec, budget: float = inf) -> int:
     """The number of micro-batches to search stages at first: four for every stage, if stages are
-    hosts, or as many as memory asks for, but with two rows for every device of a host, so that a
-    stage can still split them. On many hosts stages are larger: with few rows, tables would know
-    nothing of splitting them. `budget`: the bytes that a device may hold."""
+    hosts, or as many as memory asks for, but with two rows for every device of a host, or one if
+    memory asks for it, so that a stage can still split them. On many hosts stages are larger: with
+    few rows, tables would know nothing of splitting them. `budget`: the bytes that a device may
+    hold."""
     rows = batch_rows(step)
+    needed = _needed_micro_batches(step, cluster, budget)
     most = max(2, rows // (2 * cluster.devices_per_host))
+    if needed > most:
+        most = max(most, rows // cluster.devices_per_host)
     num_stages = min(max(2, cluster.num_hosts), _MOST_STAGES)
-    wanted = min(most, max(4 * num_stages, _needed_micro_batches(step, cluster, budget)))
+    wanted = min(most, max(4 * num_stages, needed))
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     return min(divisors, key=lambda n: abs(n - wanted))
 

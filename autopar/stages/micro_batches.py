@@ -49,11 +49,12 @@ def choose_micro_batches(
     *,
     num_stages: int | None = None,
     submeshes: Collection[Submesh] | None = None,
+    cutoff_s: float = inf,
     deadline: Deadline | None = None,
 ) -> MicroBatchChoice | None:
     """The best of the candidates, the smallest of equally good ones; None if no pipeline fits with
-    any of them. `setting` has the number that the tables were made at. When the deadline is over,
-    the best so far will do; the nearest numbers come first."""
+    any of them, or takes less than `cutoff_s`. `setting` has the number that the tables were made
+    at. When the deadline is over, the best so far will do; the nearest numbers come first."""
     deadline = deadline or Deadline()
     best: PipelineChoice | None = None
     steps_s: dict[int, float] = {}
@@ -62,7 +63,7 @@ def choose_micro_batches(
             deadline.cut("other numbers of micro-batches")
             break
         scale = setting.num_micro_batches / number
-        cutoff_s = inf if best is None else best.step_s * (1 + GAP)
+        below_s = cutoff_s if best is None else min(cutoff_s, best.step_s * (1 + GAP))
         choice, _ = search_stages(
             [_scaled(table, scale, setting.cluster.spec.memory_bandwidth) for table in tables],
             replace(
@@ -73,7 +74,7 @@ def choose_micro_batches(
             num_stages=num_stages,
             top=1,
             gap=GAP,
-            cutoff_s=cutoff_s,
+            cutoff_s=below_s,
             submeshes=submeshes,
             deadline=deadline,
         )

@@ -62,7 +62,7 @@ from autopar.stages.solve_pipeline import PipelineTask, solve_pipeline
 from autopar.stages.submeshes import uniform_submesh
 
 # The time that a search at another number of micro-batches takes, relative to all before it.
-_AGAIN = 0.5
+_AGAIN = 0.75
 _AGAIN_ON_FEW = 0.25  # if it looks at the submeshes of one plan only
 
 
@@ -193,11 +193,8 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     search = choose_stages(looped, method, cluster, log, to_the_end=task.to_the_end)
     excess: dict[Submesh, float] = {}
     if is_free:
-        # The memory of stages alone decides the number. At that number the tables' own choice is
-        # solved: a stage often saves what it lacks at a small price, which only solving tells.
-        known = with_another(looped, _calibrated(task, looped, search, excess, 1), log)
-        looped, found = _at_better_number(source, task, looped, known, excess)
-        search = search if found is known else found
+        search = with_another(looped, _calibrated(task, looped, search, excess, 1), log)
+        looped, search = _at_better_number(source, task, looped, search, excess)
     rows = batch_rows(looped.step)
     if search.choice is None and is_free and rows % 2 == 0:  # the smallest that can be split
         smallest = _looped_near(source, task, rows // 2, looped.step.num_micro_batches)

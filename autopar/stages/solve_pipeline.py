@@ -260,9 +260,10 @@ def _solve_each(
                 stage_task = StageTask(
                     cut, spec.submesh, spec.mesh_shape, in_flight, in_specs, task.graph_of(cut)
                 )
-                stage = plan_stage(
-                    k, stage_task, task.cluster, method.options, task.pins, task.known, task.log
-                )
+                with task.log.sharing(1 / (len(specs) - len(solved))):
+                    stage = plan_stage(
+                        k, stage_task, task.cluster, method.options, task.pins, task.known, task.log
+                    )
             solved.append(stage)
             progress.step()
     return solved

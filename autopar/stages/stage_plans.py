@@ -88,10 +88,13 @@ def plan_stage(
     """Plan one stage; raises `StageTooLarge` if it does not fit. `pins` come before the options;
     `known` remembers the shardings of equal stages."""
     mesh_task = _mesh_task(task, cluster, options, pins, known)
+    mesh_task = replace(mesh_task, first_price=log.prices.get(task.submesh, 0.0))
     try:
         solution = solve_mesh(mesh_problem(mesh_task, log), log)
     except MemoryBudgetError as error:
         raise StageTooLarge(number, error) from error
+    if solution.sharding.price_per_byte:
+        log.prices[task.submesh] = solution.sharding.price_per_byte
     with log.timed("assign"):
         planned = planned_as(solution.origin, solution.sharding, warnings=solution.warnings)
         costs = stage_costs(solution.sharding, task.slice, task.submesh)

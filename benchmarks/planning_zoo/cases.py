@@ -54,6 +54,11 @@ def _llama(dim: int, depth: int, heads: int, width: int, length: int = 4096) -> 
     )
 
 
+def _gpt(depth: int) -> gpt.GPTConfig:
+    """GPT-1.3B's width, with so many layers."""
+    return gpt.GPTConfig(2048, depth, 32, dtype=jnp.bfloat16)
+
+
 _GPT_175B = gpt.GPTConfig(12288, 96, 96, seq_len=2048, dtype=jnp.bfloat16)
 _MOE_400B = moe.MoEConfig(4096, 32, 96, num_heads=32, dtype=jnp.bfloat16)
 _VIT_22B = vit.ViTConfig(6144, 48, 48, patch_size=14, dtype=jnp.bfloat16)
@@ -62,6 +67,8 @@ _LLAMA_405B = _llama(16384, 126, 128, 53248, 8192)
 
 CASES: dict[str, Case] = {
     "GPT-2.6B": _example(lambda: build("gpt-2.6b", 256), 8),
+    "GPT, 12 layers": _example(lambda: gpt.example(_gpt(12), 256), 8),
+    "GPT, 96 layers": _example(lambda: gpt.example(_gpt(96), 256), 8),
     "GPT-39B": _example(lambda: build("gpt-39b"), 64),
     "GPT-39B, linen, float32": _zoo(lambda: strangers.linen_gpt(48, 8192, 64, 1024), 64),
     "GPT-175B": _example(lambda: gpt.example(_GPT_175B, 1536), 512),

@@ -8,7 +8,7 @@ from typing import Any
 
 INTRODUCTION = (Path(__file__).parent / "introduction.md").read_text()
 _HEAD = (
-    "model", "GPUs", "planned in", "CPU", "load", "gap", "step", "passes", "left out",
+    "model", "GPUs", "planned in", "CPU", "JAX", "load", "gap", "step", "passes", "left out",
     "without a limit",
 )  # fmt: skip
 
@@ -26,8 +26,8 @@ def page(results: dict[str, Any], names: Sequence[str]) -> str:
             lines.append(_line([name, "not planned", *[""] * (len(_HEAD) - 2)]))
         elif "error" in row:
             took = f"{row['planned_s']:.0f} s" if "planned_s" in row else ""
-            cells = [name, str(row.get("devices", "")), took, "", f"{row['load']:.1f}"]
-            lines.append(_line([*cells, "**no plan**", *[""] * (len(_HEAD) - 6)]))
+            cells = [name, str(row.get("devices", "")), took, "", "", f"{row['load']:.1f}"]
+            lines.append(_line([*cells, "**no plan**", *[""] * (len(_HEAD) - 7)]))
             notes.append(f"- {name}: {_plain(row['error'])}")
         else:
             lines.append(_line(_cells(name, row, free)))
@@ -47,11 +47,13 @@ def _cells(name: str, row: dict[str, Any], free: dict[str, Any] | None) -> list[
         compared = f"{free['step_s']:.4g} s ({slower:+.1%}), {free['cpu_s']:.0f} s of CPU"
     elif free is not None:
         compared = _plain(free["error"])
+    jax_s = row.get("jax_trace_s", 0.0) + row.get("jax_lower_s", 0.0)
     return [
         name,
         str(row["devices"]),
         f"{row['planned_s']:.0f} s",
         f"{row['cpu_s']:.0f} s",
+        f"{jax_s:.1f} s" if jax_s else "",
         f"{row['load']:.1f}",
         f"{row['gap']:.2%}",
         f"{row['step_s']:.4g} s",

@@ -1,6 +1,9 @@
 """A case → a row: what planning took, pass by pass, and what the plan promises.
 
-python -m benchmarks.planning_zoo.planning NAME SECONDS     # prints the row as JSON; 0: no limit
+python -m benchmarks.planning_zoo.planning NAME SECONDS [CORE …]    # prints the row as JSON
+
+0 seconds: no limit. With cores, the process uses only these. JAX's own trace and lowering of the
+step, beside which planning is judged, come after the plan and from cleared caches.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
@@ -17,10 +21,14 @@ from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
 GIB = 2**30
 
 
-def plan_in_a_process(name: str, planning_time_s: float, limit_s: float) -> dict[str, Any]:
-    """The row of a case, or what went wrong."""
+def plan_in_a_process(
+    name: str, planning_time_s: float, limit_s: float, cores: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The row of a case, or what went wrong. `cores`: those to use; all by default."""
     about = {**versions(), "load": os.getloadavg()[0]}
-    arguments = [name, f"{planning_time_s}"]
+    if cores:
+        about["cores"] = len(cores)
+    arguments = [name, f"{planning_time_s}", *map(str, cores)]
     return {**about, **row_of_a_process("benchmarks.planning_zoo.planning", arguments, limit_s)}
 
 
@@ -41,12 +49,25 @@ def plan_row(name: str, planning_time_s: float) -> dict[str, Any]:
         found = _promises(plan)
     except autopar.AutoparError as error:
         found = {"error": without_folders(f"{type(error).__name__}: {error}")}
-    return {
+    row = {
         "devices": case.devices,
         "planned_s": time.perf_counter() - started,
         "cpu_s": time.process_time() - started_cpu,
         **found,
     }
+    return {**row, **_of_jax(step, arguments)}
+
+
+def _of_jax(step: Any, arguments: tuple[Any, ...]) -> dict[str, float]:
+    """Seconds that JAX takes to trace and lower the step as it is."""
+    import jax
+
+    jax.clear_caches()
+    started = time.perf_counter()
+    traced = jax.jit(step).trace(*arguments)
+    traced_s = time.perf_counter() - started
+    traced.lower()
+    return {"jax_trace_s": traced_s, "jax_lower_s": time.perf_counter() - started - traced_s}
 
 
 def _promises(plan: Any) -> dict[str, Any]:
@@ -66,7 +87,9 @@ def _promises(plan: Any) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    name, planning_time_s = sys.argv[1:]
+    name, planning_time_s, *cores = sys.argv[1:]
+    if cores:
+        os.sched_setaffinity(0, map(int, cores))
     print(json.dumps(plan_row(name, float(planning_time_s))))
 
 

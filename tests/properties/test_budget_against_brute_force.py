@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.budget import GOOD_GAP, solve_within_budget
-from autopar.sharding.combine import combined
+from autopar.sharding.combine import at_price, combined
 from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import Holdings
@@ -145,28 +145,46 @@ def test_limits_are_kept_exactly(case) -> None:
     assert largest[key] == pytest.approx(min(largest.values()), rel=2e-4, abs=1e-3)
 
 
-@settings(max_examples=80, deadline=None)
-@given(limited_problems(), st.randoms(use_true_random=False))
-def test_combined_choices_fit_and_are_the_best_of_their_groups(case, random) -> None:
-    """Against every set of nodes at which the second choice is taken, as long as no edge joins a
-    taken node with one that is not and differs."""
-    problem, limits, bound = case
-    one, two = ({u: random.randrange(len(c)) for u, c in problem.costs.items()} for _ in range(2))
-    bound = max(bound, *(x.value(one) for x in limits))
+def exchanges(problem, limits, one, two):
+    """Choices that take nodes of the second, as long as no edge joins a taken node with one that is
+    not and differs."""
     edges = [(u, v) for u, row in problem.edges.items() for v in row]
     edges += [edge for x in limits for edge in x.edges]
     differing = [u for u in one if one[u] != two[u]]
-    best = problem.objective(one)
     for taken in product((False, True), repeat=len(differing)):
         in_two = dict(zip(differing, taken, strict=True))
         if any(in_two[u] != in_two[v] for u, v in edges if u in in_two and v in in_two):
             continue
-        choice = {u: two[u] if in_two.get(u) else s for u, s in one.items()}
+        yield {u: two[u] if in_two.get(u) else s for u, s in one.items()}
+
+
+@settings(max_examples=80, deadline=None)
+@given(limited_problems(), st.randoms(use_true_random=False))
+def test_combined_choices_fit_and_are_the_best_of_their_groups(case, random) -> None:
+    problem, limits, bound = case
+    one, two = ({u: random.randrange(len(c)) for u, c in problem.costs.items()} for _ in range(2))
+    bound = max(bound, *(x.value(one) for x in limits))
+    best = problem.objective(one)
+    for choice in exchanges(problem, limits, one, two):
         if all(x.value(choice) <= bound for x in limits):
             best = min(best, problem.objective(choice))
     found = combined(problem, limits, bound, one, two)
     assert all(x.value(found) <= bound + 1e-6 for x in limits)
     assert problem.objective(found) == pytest.approx(best, rel=2e-4, abs=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(limited_problems(), st.randoms(use_true_random=False), st.floats(0.0, 10.0))
+def test_exchanges_at_a_price_are_the_best_of_their_groups(case, random, price) -> None:
+    problem, (limit, *_), _ = case
+    one, two = ({u: random.randrange(len(c)) for u, c in problem.costs.items()} for _ in range(2))
+
+    def priced(choice) -> float:
+        return problem.objective(choice) + price * limit.value(choice)
+
+    best = min(map(priced, exchanges(problem, (limit,), one, two)))
+    found = at_price(problem, limit, price, one, two)
+    assert priced(found) == pytest.approx(best, rel=1e-9, abs=1e-6)
 
 
 def test_what_was_tried_before_does_not_mislead() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 
 import jax
+import pytest
 
 import autopar
+from benchmarks.planning_zoo import __main__ as main
 from benchmarks.planning_zoo import strangers
 from benchmarks.planning_zoo.cases import CASES
 from benchmarks.planning_zoo.page import page
@@ -16,6 +19,8 @@ ROW = {
     "devices": 64,
     "planned_s": 61.2,
     "cpu_s": 58.0,
+    "jax_trace_s": 6.0,
+    "jax_lower_s": 4.0,
     "load": 1.5,
     "step_s": 1.02,
     "gap": 0.004,
@@ -31,12 +36,38 @@ def test_every_case_has_a_line() -> None:
     }
     lines = page(results, ["A", "B", "C"]).splitlines()
     (row,) = [line for line in lines if line.startswith("| A ")]
-    assert "61 s | 58 s" in row and "0.40%" in row and "tables 60%, trace 20%" in row
+    assert "61 s | 58 s | 10.0 s |" in row and "0.40%" in row and "tables 60%, trace 20%" in row
     assert "1 s (+2.0%), 300 s of CPU" in row
     assert any(line.startswith("| B ") and "**no plan**" in line for line in lines)
     assert any(line.startswith("| C | not planned") for line in lines)
     assert any(line.startswith("- A: stopped by planning") for line in lines)
     assert len({line.count(" | ") for line in lines if line.startswith("| ")}) == 1
+
+
+def test_jobs_have_cores_of_their_own(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 5})
+    assert main.core_sets(2, 2) == [(0, 1), (2, 3)]
+    assert main.core_sets(3, None) == [(), (), ()]
+    with pytest.raises(SystemExit, match="has 5 cores"):
+        main.core_sets(3, 2)
+
+
+def test_rows_come_from_as_many_processes_as_there_are_sets_of_cores(monkeypatch) -> None:
+    used: dict[str, tuple[int, ...]] = {}
+    running: set[tuple[int, ...]] = set()
+
+    def plan(name, seconds, limit_s, cores):
+        assert cores not in running and (seconds, limit_s) == (60.0, 10.0)
+        running.add(cores)
+        used[name] = cores
+        running.remove(cores)
+        return {"name": name}
+
+    monkeypatch.setattr(main, "plan_in_a_process", plan)
+    names = [f"case {k}" for k in range(7)]
+    rows = dict(main.rows_of(names, 60.0, 10.0, [(0, 1), (2, 3)]))
+    assert rows == {name: {"name": name} for name in names}
+    assert set(used.values()) <= {(0, 1), (2, 3)}
 
 
 def test_sizes_are_those_of_the_names() -> None:

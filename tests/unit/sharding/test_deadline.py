@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.sharding.deadline import Deadline, interrupts_end
+from autopar.sharding.planning_log import PlanningLog
 from examples.models import build
 
 CLUSTER = autopar.ClusterSpec(2, 4, "h100-sxm")
@@ -37,6 +38,15 @@ def test_a_part_has_its_share_and_tells_the_whole():
     part.cut("half of it")
     text = whole.text()
     assert text is not None and "planning_time_s=1000" in text and text.endswith("half of it")
+
+
+def test_work_that_shares_the_time_left_gives_the_rest_back():
+    log = PlanningLog(deadline=Deadline(1000.0))
+    whole = log.deadline
+    with log.sharing(0.25):
+        assert log.deadline.whole is whole and 249 < log.deadline.left_s <= 250
+        log.deadline.cut("a stage")
+    assert log.deadline is whole and "a stage" in (whole.text() or "")
 
 
 def test_when_time_is_up_solves_are_short():

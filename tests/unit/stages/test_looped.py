@@ -77,4 +77,4 @@ def test_more_micro_batches_are_searched_first_where_memory_is_short() -> None:
     cluster = autopar.ClusterSpec(2, 4, "v100")
     numbers = [first_micro_batches(source.whole, cluster, budget) for budget in (1e9, 1e3, 1e1)]
     assert numbers[0] == first_micro_batches(source.whole, cluster) == 8
-    assert numbers[0] < numbers[1] < numbers[2] == 1024 // (2 * 4)
+    assert numbers[0] < numbers[1] < numbers[2] == 1024 // 4

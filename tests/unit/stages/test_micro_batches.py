@@ -50,6 +50,15 @@ def test_pipelines_are_filled_until_starting_stage_programs_costs_more(launch_s)
     assert min(found.steps_s.values()) >= found.choice.step_s / 1.002
 
 
+def test_only_what_is_below_the_cutoff_is_of_interest():
+    where, numbers = setting(CLUSTER, 4, 4, launch_s=0.1), candidate_micro_batches(64)
+    best = choose_micro_batches(TABLES, where, numbers)
+    best_s = best.choice.step_s
+    found = choose_micro_batches(TABLES, where, numbers, cutoff_s=1.05 * best_s)
+    assert found is not None and found.choice.step_s <= 1.002 * best_s
+    assert choose_micro_batches(TABLES, where, numbers, cutoff_s=0.99 * best_s) is None
+
+
 def test_at_the_tables_own_number_it_is_the_search():
     where = setting(CLUSTER, 4, 4, launch_s=0.1, boundary_bytes=1e9)
     found = choose_micro_batches(TABLES, where, [4])
