@@ -106,7 +106,7 @@ def _cluster(plan: ParallelPlan) -> dict[str, Any]:
     if cluster is None:  # the user gave a mesh, not a cluster
         return {"hosts": 1, "per_host": plan.num_devices, "device": None}
     device = {
-        key: value if isinstance(value, str) else short(value)
+        key: value if value is None or isinstance(value, str) else short(value)
         for key, value in asdict(cluster.spec).items()
     }
     return {
