@@ -107,8 +107,9 @@ def moe_ragged_dot(size: Size) -> ZooStep:
 
 @zoo_program("moe-dropless", source="written", layers=True, micro_batches=1)
 def moe_dropless(size: Size) -> ZooStep:
-    """Every expert's tokens are padded to whole blocks; a block multiplies its expert's weights."""
-    e, block = experts_of(size), pick(size, 4, 128)
+    """Every expert's tokens are padded to whole blocks; a block multiplies its expert's weights,
+    gathered for it: the smaller the blocks, the more copies of the weights."""
+    e, block = experts_of(size), pick(size, 4, 512, 128)
 
     def mix(w: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         expert = chosen.ravel()
