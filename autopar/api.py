@@ -30,6 +30,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport
 from autopar.lower.given_devices import devices_of_step
 from autopar.lower.planned_step import PlannedStep
+from autopar.measure.judged_plan import judged_executable
 from autopar.measure.rerank import plan_fastest
 from autopar.methods import (
     CreateStateParallel,
@@ -119,6 +120,19 @@ class ParallelFunction:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`). Runs nothing, unless
         the method times plans (`ShardingOptions(rerank=…)`)."""
         return self.planned(args, kwargs).plan
+
+    def judged_plan(self) -> ParallelPlan:
+        """The plan that ran last, with the time that XLA's schedule of its programs shows:
+        `plan.judged`, which `explain()` and `report()` put beside the predicted step."""
+        executable = self.last_executable
+        if executable is None:
+            raise ArgumentError(
+                f"{self!r}.judged_plan(): reads a compiled step, and none has been compiled yet. "
+                "Call the step once; without devices, use autopar.plan_verified(…)."
+            )
+        plan = executable.plan
+        cluster = plan.cluster or session.current().cluster()
+        return replace(plan, judged=judged_executable(executable, cluster))
 
     @property
     def options(self) -> StepOptions:

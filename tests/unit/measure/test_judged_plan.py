@@ -75,3 +75,14 @@ def test_what_is_compiled_here_can_be_judged(method):
     )
     slow = judged_executable(executable, autopar.ClusterSpec(1, len(devices), device=slower))
     assert slow.compute_s > found.compute_s and slow.links_s >= found.links_s
+
+
+def test_a_step_that_ran_shows_what_its_schedule_takes():
+    step = autopar.parallelize(EXAMPLE.train_step, method=autopar.ShardParallel((8,)))
+    with pytest.raises(autopar.ArgumentError, match="Call the step once"):
+        step.judged_plan()
+    step(EXAMPLE.create_state(), EXAMPLE.make_batch())
+    plan = step.judged_plan()
+    assert plan.judged is not None and plan.judged.step_s >= plan.judged.compute_s > 0
+    assert "step by XLA's schedule: " in plan.explain()
+    assert step.last_planned is not None and step.last_planned.plan.judged is None
