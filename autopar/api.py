@@ -196,6 +196,7 @@ class ParallelFunction:
                 method=method,
                 options=options,
             )
+        options = replace(options, whole_stacks=now.remote is not None)
         planned = plan_step(
             self._fn, args, kwargs, cluster=now.cluster(), method=method, options=options
         )

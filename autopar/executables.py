@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autopar.errors import PlanError
+from autopar.ir.plan import ParallelPlan
 from autopar.lower.given_devices import devices_for
 from autopar.lower.lower_step import (
     AbstractDevices,
@@ -66,8 +68,20 @@ def _make_with_host_memory(planned: PlannedStep, devices: Sequence[Any]) -> Host
     )
 
 
+def _check_whole(plan: ParallelPlan) -> None:
+    """Workers hold an array on one mesh, whole."""
+    split = [tensor.path for tensor in plan.inputs if tensor.split is not None]
+    if split:
+        raise PlanError(
+            f"the plan for {plan.name} splits arrays that are stacked over layers ({split[0]}, …) "
+            "over its stages, which needs all devices in one process; these are workers'. Plan "
+            "again in this session: train_step.plan(state, batch)."
+        )
+
+
 def make_remote_executable(planned: PlannedStep, remote: RemoteSession) -> RemoteExecutable:
     """The step on the meshes of a cluster."""
+    _check_whole(planned.plan)
     spec, traced = remote.cluster.spec, planned.traced
     devices = AbstractDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
     return RemoteExecutable(

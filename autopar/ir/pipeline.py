@@ -90,10 +90,12 @@ class Transfer:
 
 
 class Place(NamedTuple):
-    """Where an argument or a result of the step is: its value, and the stage that holds it."""
+    """Where an argument or a result of the step is: its value, the stage that holds it, and which
+    rows (first, end) of it the stage holds; None for all."""
 
     value: int
     stage: int
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Pipeline:
     """A step in stage programs. `stage_mesh` gives the mesh of each stage: several stages may share
     one. `donated` are positions of inputs whose buffers the step may use up. A result may be an
     argument that is handed on as it is. `arguments` is empty where each argument is one input, in
-    order; an argument that several stages hold from the start is an input of each."""
+    order; an argument that several stages hold from the start, all of it or rows, is an input of
+    each. So are `results`: a stack of which several stages make rows is an output of each."""
 
     num_micro_batches: int
     stage_mesh: tuple[int, ...]
@@ -111,6 +114,12 @@ class Pipeline:
     outputs: tuple[Place, ...]
     donated: frozenset[int] = frozenset()
     arguments: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    @property
+    def result_of_output(self) -> Sequence[int]:
+        """Per output, the position of the step's result that it holds."""
+        return self.results or range(len(self.outputs))
 
     @property
     def argument_of_input(self) -> Sequence[int]:

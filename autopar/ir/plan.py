@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from autopar.errors import PlanError
 from autopar.ir.blocks import Blocks
 from autopar.ir.details import PlanDetails
 from autopar.ir.files import write_whole
-from autopar.ir.judged import JudgedStep
 from autopar.ir.host_memory import HostMemory
+from autopar.ir.judged import JudgedStep
 from autopar.ir.late_methods import late_method
 from autopar.ir.layering import PER_STAGE_OUTPUTS, STORED_LAYERING, Layering
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
@@ -54,7 +55,8 @@ NOT_IN_FILES = {"key": None}
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output by its path, with its layout."""
+    """An input or output by its path, with its layout. `split`: a stack over layers that is split
+    over its stages has the number of rows that each of them holds, in the layout of all."""
 
     path: str
     shape: tuple[int, ...]
@@ -62,6 +64,18 @@ class Tensor:
     layout: Layout  # on the mesh of the first of its stages
     role: str = ""  # "state", "batch" or ""
     stages: tuple[int, ...] = (0,)  # its own stage, then stages that get a copy
+    split: tuple[int, ...] | None = field(default=None, metadata={"omit_none": True})
+
+    def holders(self) -> tuple[int, ...]:
+        """The stages that have it from the start: one, or those that have rows of it."""
+        return self.stages[:1] if self.split is None else self.stages
+
+    def rows(self) -> tuple[tuple[int, int] | None, ...]:
+        """Per stage that has it from the start, its rows: (first, end); None for all."""
+        if self.split is None:
+            return (None,)
+        ends = tuple(accumulate(self.split, initial=0))
+        return tuple(pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -197,9 +211,9 @@ class ParallelPlan:
     memory_found: MemoryFound | None = field(
         default=None, compare=False, metadata={"omit_none": True}
     )
+    host: HostMemory | None = field(default=None, metadata={"omit_none": True})
     xla_options: StoredOptions | None = field(default=None, metadata={"omit_none": True})
     judged: JudgedStep | None = field(default=None, compare=False, metadata={"omit_none": True})
-    host: HostMemory | None = field(default=None, metadata={"omit_none": True})
     in_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
@@ -444,16 +458,33 @@ def _check_stage(stage: StagePlan, where: str) -> None:
     check_plan(plan, where)
 
 
+def _check_split(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
+    """A stack has the same number of rows on each of its stages, on meshes of the same shape."""
+    assert tensor.split is not None
+    stages = [plan.stages[s] for s in tensor.stages]
+    is_alike = len({stage.mesh_shape for stage in stages}) == 1 == len(set(tensor.split))
+    are_apart = len({stage.mesh for stage in stages}) == len(stages) == len(tensor.split)
+    if not is_alike or not are_apart or (sum(tensor.split),) != tensor.shape[:1]:
+        raise PlanError(
+            f"{where}: {tensor.path} {tensor.shape} is split into {tensor.split} rows over the "
+            f"stages {tensor.stages}."
+        )
+
+
 def _check_tensor(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
     if not tensor.stages or not all(0 <= s < len(plan.stages) for s in tensor.stages):
         raise PlanError(f"{where}: {tensor.path} is on the stages {tensor.stages}.")
     if any(size < 0 for size in tensor.shape):
         raise PLAN_FORMAT.malformed(where, f"{tensor.path} has the shape {tensor.shape}")
     mesh_shape = plan.mesh_plan(tensor).mesh_shape
+    shape = tensor.shape
+    if tensor.split is not None:
+        _check_split(plan, tensor, where)
+        shape = (tensor.split[0], *shape[1:])
     in_range = all(WHOLE <= entry < len(tensor.shape) for entry in tensor.layout)
     if len(tensor.layout) != len(mesh_shape) or not in_range:
         raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
-    if not fits(tensor.layout, tensor.shape, mesh_shape):
+    if not fits(tensor.layout, shape, mesh_shape):
         raise PlanError(
             f"{where}: {tensor.path} {tensor.shape} is not divided evenly by its layout "
             f"{tensor.layout} on the mesh {mesh_shape}."

@@ -155,10 +155,12 @@ def _one_phase(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -
     values are numbered: first the arguments, then the results."""
     steps = planned.made or (planned,)
     arguments = range(len(planned.traced.avals))
-    outputs = tuple(
-        Place(value, tensor.stages[0])
-        for value, tensor in enumerate(planned.plan.outputs, start=len(arguments))
-    )
+    made = [
+        (position, Place(len(arguments) + position, stage, rows))
+        for position, tensor in enumerate(planned.plan.outputs)
+        for stage, rows in zip(tensor.stages, tensor.rows(), strict=False)
+    ]
+    outputs = tuple(place for _, place in made)
     stage_programs, functions, buffers = [], [], {}
     for stage, (step, mesh) in enumerate(zip(steps, meshes, strict=True)):
         traced, plan = step.traced, step.plan
@@ -181,6 +183,7 @@ def _one_phase(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -
         outputs=outputs,
         donated=frozenset() if planned.made else frozenset(planned.traced.donated),
         arguments=tuple(arguments) * len(steps),
+        results=tuple(position for position, _ in made),
     )
     return pipeline, functions, buffers
 

@@ -99,23 +99,29 @@ def cut_into_stage_programs(
         for value, source in stage.arrivals:
             if value in read:
                 transfers.append(Transfer(Ref(value, EACH), source, number))
-    inputs: dict[int, Place] = {}
-    outputs: dict[int, Place] = {}
+    inputs: list[tuple[int, Place]] = []
+    outputs: list[tuple[int, Place]] = []
     for number, stage in enumerate(stages):
         program = stage.step.program
-        for position, value in zip(stage.inputs, program.inputs, strict=False):
-            inputs[position] = Place(value, number)
-        for position, value in zip(stage.outputs, program.output_values, strict=False):
-            outputs[position] = Place(value, number)
+        own = zip(stage.inputs, program.inputs, stage.input_rows, strict=False)
+        inputs += ((position, Place(value, number, rows)) for position, value, rows in own)
+        own = zip(stage.outputs, program.output_values, stage.output_rows, strict=False)
+        outputs += ((position, Place(value, number, rows)) for position, value, rows in own)
+    inputs.sort(key=_argument_and_row)
+    outputs.sort(key=_argument_and_row)
+    arguments, results = (tuple(position for position, _ in x) for x in (inputs, outputs))
+    used_up = set(donated)
     programs = tuple(p for cutter in cutters for p in cutter.stage_programs)
     pipeline = Pipeline(
         num_micro_batches,
         tuple(stage_mesh),
         tuple(p.stage_program for p in programs),
         tuple(transfers),
-        tuple(inputs[i] for i in range(len(inputs))),
-        tuple(outputs[o] for o in range(len(outputs))),
-        frozenset(donated),
+        tuple(place for _, place in inputs),
+        tuple(place for _, place in outputs),
+        frozenset(n for n, position in enumerate(arguments) if position in used_up),
+        () if arguments == tuple(range(len(arguments))) else arguments,
+        () if results == tuple(range(len(results))) else results,
     )
     layouts = {
         (number, v): layout
@@ -123,6 +129,11 @@ def cut_into_stage_programs(
         for v, layout in cutter.buffers.items()
     }
     return StagePrograms(pipeline, programs, layouts)
+
+
+def _argument_and_row(bound: tuple[int, Place]) -> tuple[int, int]:
+    position, place = bound
+    return position, place.rows[0] if place.rows else 0
 
 
 def stage_program_function(

@@ -56,6 +56,13 @@ def place_stages(
     return _PlacementFinder(program, loop, stage_of, num_stages, input_of, owners or {}).placement()
 
 
+def stages_that_need(
+    program: Program, loop: int, stage_of: Sequence[int], num_stages: int
+) -> dict[int, set[int]]:
+    """{value outside the loop: the stages that need it for the loop, directly or not}."""
+    return _PlacementFinder(program, loop, stage_of, num_stages, {}, {}).prologue_needs
+
+
 class _PlacementFinder:
     def __init__(
         self,

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, LoopLayers
 from autopar.rewrite.residuals import choose_residuals
+from autopar.rewrite.slices_inside import with_slices_inside
+from autopar.rewrite.split_stacks import Rows, SplitStep, Stacks, split_stacks
 from autopar.rewrite.split_sums import split_sums
 from autopar.rewrite.stage_placement import StagePlacement, place_stages
+
+WHOLE_STACKS: Stacks = MappingProxyType({})  # no stack is split
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class StageSlice:
     stacks:     the stacks of arrivals and departures, which exist only for the solver.
     forward, backward: equations of the loop's body, by position; shared ones are in both.
     parts:      per equation outside the loop, the part of prologue or epilogue that it runs in.
+    input_rows, output_rows: per argument and result of its own, the rows of it that the stage
+                has, if it is a stack that is split over stages; else None.
     """
 
     step: TracedStep
@@ -49,6 +56,8 @@ class StageSlice:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     parts: tuple[int, ...]
+    input_rows: tuple[Rows | None, ...]
+    output_rows: tuple[Rows | None, ...]
 
     @property
     def loop(self) -> Equation:
@@ -83,9 +92,11 @@ def slice_step(
     layers: LoopLayers,
     stage_of_layer: Sequence[int],
     owners: Mapping[int, int] | None = None,
+    stacks: Stacks = WHOLE_STACKS,
 ) -> SlicedStep:
     """`stage_of_layer`: ascending, from 0. `owners`: position of an input that is already placed ->
-    its stage."""
+    its stage. `stacks`: which inputs are split over stages, as `split_stacks` takes it; none by
+    default."""
     assert step.loop is not None
     body = step.program.equations[step.loop].bodies[0]
     backward_results = {
@@ -98,11 +109,30 @@ def slice_step(
     num_stages = stage_of_layer[-1] + 1
     program, loop, stage_of = split_sums(step.program, step.loop, stage_of)
     program = _with_constant_outputs(program)
-    step = replace(step, program=program, loop=loop)
-    placement = place_stages(program, loop, stage_of, num_stages, step.state, owners)
+    split = split_stacks(replace(step, program=program, loop=loop), stage_of, num_stages, stacks)
+    step, stage_of = with_slices_inside(split.step, stage_of, split.pieces)
+    program = step.program
+    assert step.loop is not None
+    placed = {n: owners[i] for n, (i, _) in enumerate(split.inputs) if owners and i in owners}
+    placement = place_stages(
+        program, step.loop, stage_of, num_stages, step.state, {**placed, **split.owners}
+    )
     cutter = _StageSlicer(step, placement, stage_of, backward_results)
-    stages = tuple(cutter.stage(s) for s in range(num_stages))
+    stages = tuple(_of_whole_step(cutter.stage(s), split) for s in range(num_stages))
     return SlicedStep(stages, program, placement.num_parts)
+
+
+def _of_whole_step(stage: StageSlice, split: SplitStep) -> StageSlice:
+    """The stage with positions of the step as it was before stacks were split."""
+    inputs = [split.inputs[n] for n in stage.inputs]
+    outputs = [split.outputs[n] for n in stage.outputs]
+    return replace(
+        stage,
+        inputs=tuple(i for i, _ in inputs),
+        outputs=tuple(o for o, _ in outputs),
+        input_rows=tuple(rows for _, rows in inputs),
+        output_rows=tuple(rows for _, rows in outputs),
+    )
 
 
 def equation_layers(step: TracedStep, layers: LoopLayers) -> list[int]:
@@ -244,6 +274,8 @@ class _StageSlicer:
             forward=forward,
             backward=backward,
             parts=tuple(parts),
+            input_rows=(None,) * len(own_inputs),
+            output_rows=(None,) * len(own_outputs),
         )
 
     def stage_loop(self, stage: int) -> tuple[Equation, list[int], tuple[list[int], list[int]]]:

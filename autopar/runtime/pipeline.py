@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.ir.live import buffer_slots
 from autopar.ir.pipeline import (
@@ -47,6 +47,7 @@ from autopar.runtime.operations import (
 )
 from autopar.runtime.order import Buffer, Ordered
 from autopar.runtime.recording import Recorder, clock, may_be_used_up, one_to_watch
+from autopar.runtime.stacks import put_together, stacked_sharding, take_apart
 from autopar.runtime.stage_programs import (
     Buffers,
     compile_stage_programs,
@@ -56,6 +57,15 @@ from autopar.runtime.stage_programs import (
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.timestamps import ProgramLabel
 from autopar.runtime.transfers import transfer_function
+
+
+class _Held(NamedTuple):
+    """An argument or result as it is on one stage, or a stack as it is on several: its slots, the
+    sharding of each, and that of the whole."""
+
+    slots: tuple[int, ...]
+    parts: tuple[NamedSharding, ...]
+    sharding: NamedSharding
 
 
 class _Watched(NamedTuple):
@@ -128,15 +138,17 @@ class PipelineExecutable(InstructionExecutable):
         self._outputs = self._bind(
             pipeline.outputs, [program.outputs for program in programs.meshes]
         )
-        first_holder = dict(zip(pipeline.argument_of_input[::-1], self._inputs[::-1], strict=True))
-        self.input_shardings = [first_holder[position][1] for position in range(len(avals))]
-        self.output_shardings = [sharding for _, sharding in self._outputs]
+        self._arguments = _gathered(pipeline.inputs, pipeline.argument_of_input, self._inputs)
+        self._results = _gathered(pipeline.outputs, pipeline.result_of_output, self._outputs)
+        self.input_shardings = [self._arguments[n][0].sharding for n in range(len(avals))]
+        self.output_shardings = [self._results[n][0].sharding for n in range(len(self._results))]
+        self._used_up = {pipeline.argument_of_input[n] for n in pipeline.donated}
         self._compiled: list[jax.stages.Compiled] | None = None
         self._operations: list[Operation] | None = None
 
     def _bind(
         self, places: Sequence[Place], numbers: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[tuple[int, Sharding]]:
+    ) -> list[tuple[int, NamedSharding]]:
         """The slot and the sharding of each input, or of each output."""
         slots = {
             position: self._offsets[mesh] + buffer
@@ -156,7 +168,20 @@ class PipelineExecutable(InstructionExecutable):
         else:
             for operation in operations:
                 operation(slots)
-        return [slots[slot] for slot, _ in self._outputs]
+        return self._returned(slots)
+
+    def _returned(self, slots: Slots) -> list[Any]:
+        """The step's results."""
+        results = []
+        for position in range(len(self._results)):
+            held = self._results[position][0]
+            array: Any = slots[held.slots[0]]
+            if len(held.slots) > 1:
+                rows = [slots[slot] for slot in held.slots]
+                shape = (sum(part.shape[0] for part in rows), *array.shape[1:])
+                array = put_together(rows, shape, held.sharding)
+            results.append(array)
+        return results
 
     def _run_recorded(
         self, recorder: Recorder, slots: Slots, operations: Sequence[Operation]
@@ -226,7 +251,7 @@ class PipelineExecutable(InstructionExecutable):
             num_frees=counts[Free],
             peak_live_bytes=tuple(peaks),
         )
-        return [slots[slot] for slot, _ in self._outputs], stats
+        return self._returned(slots), stats
 
     def time_stage_programs(
         self, leaves: Sequence[Any]
@@ -253,24 +278,24 @@ class PipelineExecutable(InstructionExecutable):
 
     def _first_slots(self, leaves: Sequence[Any]) -> Slots:
         """Slots that hold the arguments, moved where necessary."""
-        leaves = without_aliases(leaves, self.pipeline.donated)
+        leaves = without_aliases(leaves, self._used_up)
         slots: Slots = [None] * self._num_slots
-        elsewhere = []
-        for position, (slot, sharding) in zip(
-            self.pipeline.argument_of_input, self._inputs, strict=True
-        ):
+        elsewhere: list[tuple[Any, _Held]] = []
+        for position, held_on in self._arguments.items():
             leaf = leaves[position]
-            if isinstance(leaf, jax.Array):
-                if leaf.is_deleted():
-                    raise DeletedArrayError(self.plan.name, position, leaf)
-                if leaf.sharding == sharding:
-                    slots[slot] = leaf
-                    continue
-            elsewhere.append((leaf, slot, sharding))
+            is_array = isinstance(leaf, jax.Array)
+            if is_array and leaf.is_deleted():
+                raise DeletedArrayError(self.plan.name, position, leaf)
+            for held in held_on:
+                if is_array and leaf.sharding == held.sharding:
+                    _fill(slots, held, leaf)
+                else:
+                    elsewhere.append((leaf, held))
         if elsewhere:
-            given, targets, shardings = map(list, zip(*elsewhere, strict=True))
-            for slot, leaf in zip(targets, jax.device_put(given, shardings), strict=True):
-                slots[slot] = leaf
+            given, targets = map(list, zip(*elsewhere, strict=True))
+            moved = jax.device_put(given, [held.sharding for held in targets])
+            for held, leaf in zip(targets, moved, strict=True):
+                _fill(slots, held, leaf)
         return slots
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -350,6 +375,31 @@ class PipelineExecutable(InstructionExecutable):
 
     def annotated_text(self, name: str) -> str:
         return self._lower(self.names.index(name)).as_text()
+
+
+def _gathered(
+    places: Sequence[Place], positions: Sequence[int], bound: Sequence[tuple[int, NamedSharding]]
+) -> dict[int, list[_Held]]:
+    """{position of an argument or a result: how it is held, by each stage that has all of it, or
+    by all that have rows of it}."""
+    held: dict[int, list[_Held]] = {}
+    rows: dict[int, list[tuple[int, NamedSharding]]] = {}
+    for place, position, (slot, sharding) in zip(places, positions, bound, strict=True):
+        if place.rows is None:
+            held.setdefault(position, []).append(_Held((slot,), (sharding,), sharding))
+        else:
+            rows.setdefault(position, []).append((slot, sharding))
+    for position, parts in rows.items():
+        slots, shardings = zip(*parts, strict=True)
+        held[position] = [_Held(slots, shardings, stacked_sharding(shardings))]
+    return held
+
+
+def _fill(slots: Slots, held: _Held, leaf: Any) -> None:
+    """Put an argument, which is where it should be, into its slots."""
+    arrays = [leaf] if len(held.slots) == 1 else take_apart(leaf, held.parts)
+    for slot, array in zip(held.slots, arrays, strict=True):
+        slots[slot] = array
 
 
 def _bytes_on_one_device(array: Any) -> int:

@@ -35,7 +35,7 @@ from autopar.sharding.memory_budget import memory_budget, state_floor
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
-from autopar.stages.looped import LoopedStep, batch_rows, launch_s
+from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
 from autopar.stages.ranges import Setting
@@ -92,15 +92,20 @@ def choose_stages(
     only: Collection[Submesh] | None = None,
     excess: Mapping[Submesh, float] | None = None,
     to_the_end: bool = True,
+    splits_stacks: bool = False,
 ) -> StageSearch:
     """The best stages of a looped step. `only`: the submeshes to search, all if None; `excess`: how
     much more than in tables stages take there (see `calibrate`); `to_the_end`: go on when time is
-    up, until some stages fit or all submeshes were searched."""
+    up, until some stages fit or all submeshes were searched; `splits_stacks`: a stage holds its
+    rows of stacks over layers."""
     assert isinstance(method.stages, AutoStages)
     submeshes = list(candidate_submeshes(cluster, method.stages.submeshes))
     if only is not None:
         submeshes = [submesh for submesh in submeshes if submesh in only]
-    maker = _table_maker(looped, method.options, cluster, log)
+    step = looped.step
+    if splits_stacks and looped.stack_rows:
+        step = stacks_by_layer(looped).step
+    maker = _table_maker(looped, step, method.options, cluster, log)
     all_of_it = _setting(looped, method, cluster)
     setting = within_less(all_of_it, excess or {})
     if cluster.num_devices < MANY_DEVICES:
@@ -170,7 +175,8 @@ def _uses_all(choice: PipelineChoice | None, cluster: ClusterSpec) -> bool:
 class _TableMaker:
     """Makes the tables of a looped step: what all submeshes share is worked out once."""
 
-    looped: LoopedStep
+    step: TracedStep
+    has_backward: bool
     options: ShardingOptions
     cluster: ClusterSpec
     log: PlanningLog
@@ -182,7 +188,7 @@ class _TableMaker:
     def tables(
         self, submeshes: Sequence[Submesh], prices: Sequence[float] = PRICES
     ) -> list[LayerTable]:
-        step, method = self.looped.step, ShardParallel(options=self.options)
+        step, method = self.step, ShardParallel(options=self.options)
         remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
         with self.log.timed("tables"), paused_garbage_collector():
             return stage_tables(
@@ -196,7 +202,7 @@ class _TableMaker:
                 ),
                 forbidden=forbidden_collectives(self.options),
                 prices=prices,
-                remat=remat if self.looped.has_backward else (False,),
+                remat=remat if self.has_backward else (False,),
                 bench=self.bench,
                 log=self.log,
                 late=self.late,
@@ -204,9 +210,13 @@ class _TableMaker:
 
 
 def _table_maker(
-    looped: LoopedStep, options: ShardingOptions, cluster: ClusterSpec, log: PlanningLog
+    looped: LoopedStep,
+    step: TracedStep,
+    options: ShardingOptions,
+    cluster: ClusterSpec,
+    log: PlanningLog,
 ) -> _TableMaker:
-    step = looped.step
+    """`step`: the looped step, with or without its stacks split over layers."""
     with log.timed("graph"), paused_garbage_collector():
         graph = build_graph(step)
         check_graph(graph)
@@ -216,7 +226,7 @@ def _table_maker(
         bench = TableBench(
             graph, places, step.num_micro_batches, options.fold_layers, options.solver
         )
-    return _TableMaker(looped, options, cluster, log, graph, constraints, bench)
+    return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
 
 
 # -- another number of micro-batches

@@ -35,6 +35,7 @@ from autopar.methods import (
 )
 from autopar.rewrite.layers_by_input import layers_by_arguments
 from autopar.rewrite.only_results import only_results
+from autopar.rewrite.split_stacks import Parts, StackPart, split_stacks
 from autopar.rewrite.stage_placement import place_stages
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
@@ -44,7 +45,13 @@ from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import why_not_cut
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped, layers_of
-from autopar.stages.solve_pipeline import ExistingPlacement, PipelineTask, solve_pipeline
+from autopar.stages.solve_pipeline import (
+    ExistingPlacement,
+    PipelineTask,
+    joined,
+    parts_of,
+    solve_pipeline,
+)
 from autopar.stages.training_arrays import arguments_of_training, state_of_training
 from autopar.tracer.costs import aval_bytes
 
@@ -162,13 +169,18 @@ def _follow_pipeline(
     stages = [plan.stages[s] for s in chosen.stages]
     meshes = list(dict.fromkeys(stage.mesh for stage in stages))
     number_of = {old: new for new, old in enumerate(chosen.stages)}
-    owners = {i: number_of[t.stages[0]] for i, t in matches.items() if t.stages[0] in number_of}
+    stacks = _parts_on(matches, number_of)
+    owners = {
+        i: number_of[t.stages[0]]
+        for i, t in matches.items()
+        if t.split is None and t.stages[0] in number_of
+    }
     placement = ExistingPlacement(
         devices=tuple(stage.devices for stage in stages),
         stage_mesh=tuple(meshes.index(stage.mesh) for stage in stages),
         layering=replace(chosen.layering, is_following=True),
         owners=owners,
-        specs={i: plan.spec_of(matches[i]) for i in owners},
+        specs={i: plan.spec_of(matches[i]) for i in (*owners, *stacks)},
     )
     specs = [
         StageSpec(layers, stage.submesh, stage.mesh_shape)
@@ -183,9 +195,20 @@ def _follow_pipeline(
         ),
         schedule="gpipe" if chosen.looped.has_backward else "inference",
     )
-    task = PipelineTask(method, cluster, log, placement)
+    task = PipelineTask(method, cluster, log, placement, stack_parts=stacks)
     planned = solve_pipeline(task, chosen.looped, specs)
     return replace(planned, plan=replace(planned.plan, method="FollowParallel()"))
+
+
+def _parts_on(matches: Mapping[int, Tensor], number_of: Mapping[int, int]) -> dict[int, Parts]:
+    """The parts of stacks that training has split over its stages, by the stages' new numbers; of
+    a stack some of whose stages are not among them, none."""
+    stacks: dict[int, Parts] = {}
+    for i, tensor in matches.items():
+        if tensor.split is not None and all(stage in number_of for stage in tensor.stages):
+            parts = parts_of(tensor)
+            stacks[i] = tuple(replace(part, stage=number_of[part.stage]) for part in parts)
+    return stacks
 
 
 def _as_loop(source: StepSource, num_micro_batches: int, log: PlanningLog) -> TracedStep:
@@ -209,7 +232,7 @@ class _FollowedStages:
 
 def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor]) -> _FollowedStages:
     """Training's own layers, if they leave all parameters where they are."""
-    holders = {i: tensor.stages for i, tensor in matches.items()}
+    holders = {i: tensor.stages for i, tensor in matches.items() if tensor.split is None}
     layers, stages = layers_by_arguments(step, holders)
     every = tuple((k, k + 1) for k in range(len(stages)))
     held = _FollowedStages(LoopedStep(step, layers), every, stages, BY_ARGUMENTS)
@@ -242,10 +265,21 @@ def _moved_bytes(chosen: _FollowedStages, matches: Mapping[int, Tensor]) -> int:
     stage_of = [-1 if x < 0 else stage_of_layer[x] for x in attached.layer_of]
     placement = place_stages(step.program, step.loop, stage_of, len(chosen.ranges), step.state)
     read = {v for e in step.program.equations for v in e.inputs}
+    split = split_stacks(step, stage_of, len(chosen.ranges))
+    parts: dict[int, list[StackPart]] = {}
+    for position, (i, rows) in enumerate(split.inputs):
+        if rows is not None:
+            parts.setdefault(i, []).append(StackPart(rows, split.owners[position]))
+
+    def is_moved(i: int, tensor: Tensor) -> bool:
+        if tensor.split is not None:
+            return tuple(parts.get(i, ())) != parts_of(tensor)
+        return placement.owner[step.program.inputs[i]] not in tensor.stages
+
     return sum(
         aval_bytes(step.avals[i])
         for i, tensor in matches.items()
-        if (value := step.program.inputs[i]) in read and placement.owner[value] not in tensor.stages
+        if step.program.inputs[i] in read and is_moved(i, tensor)
     )
 
 
@@ -260,18 +294,22 @@ def _make_on_stages(
     log: PlanningLog,
 ) -> PlannedStep:
     """`tensors`: where the train step wants each of the results."""
-    used = sorted({tensor.stages[0] for tensor in tensors})
+    held = [tensor.holders() for tensor in tensors]
+    used = sorted({stage for holders in held for stage in holders})
     made, stages = [], []
-    for stage in (plan.stages[s] for s in used):
-        positions = [o for o, t in enumerate(tensors) if plan.stages[t.stages[0]] is stage]
+    for number in used:
+        stage = plan.stages[number]
+        positions = [o for o, holders in enumerate(held) if number in holders]
+        rows = [tensors[o].rows()[held[o].index(number)] for o in positions]
         mesh = mesh_of_cluster(submesh_cluster(cluster, stage.submesh), stage.mesh_shape)
         assert stage.plan is not None
         mesh = replace(mesh, axis_names=stage.plan.axis_names)
         specs = tuple(plan.spec_of(tensors[o]) for o in positions)
         method = PlacedParallel("CreateStateParallel", mesh, out_specs=specs)
-        made.append(plan_mesh(ShardingTask(only_results(step, positions), cluster, method), log))
+        results = only_results(step, positions, rows)
+        made.append(plan_mesh(ShardingTask(results, cluster, method), log))
         stages.append(stage)
-    owners = [used.index(tensor.stages[0]) for tensor in tensors]
+    owners = [tuple(map(used.index, holders)) for holders in held]
     whole = _made_plan(step, [planned.plan for planned in made], stages, owners, cluster, log)
     return PlannedStep(step, whole, made=tuple(made))
 
@@ -280,12 +318,12 @@ def _made_plan(
     step: TracedStep,
     plans: Sequence[ParallelPlan],
     stages: Sequence[StagePlan],
-    owners: Sequence[int],
+    owners: Sequence[tuple[int, ...]],
     cluster: ClusterSpec,
     log: PlanningLog,
 ) -> ParallelPlan:
     """The plan of a function of which each stage makes some results. `stages`: those of training;
-    `owners`: the stage of every result."""
+    `owners`: the stages of every result, several for a stack of which each makes its rows."""
     meshes = list(dict.fromkeys(stage.mesh for stage in stages))
     made = [
         StagePlan(
@@ -300,10 +338,14 @@ def _made_plan(
         for number, (plan, stage) in enumerate(zip(plans, stages, strict=True))
     ]
     outputs = [iter(plan.outputs) for plan in plans]
+    tensors = []
+    for own in owners:
+        parts = [replace(next(outputs[s]), stages=(s,)) for s in own]
+        tensors.append(parts[0] if len(parts) == 1 else joined(parts))
     everywhere = tuple(range(len(plans)))
     decision = PipelineDecision(
         inputs=[replace(tensor, stages=everywhere) for tensor in plans[0].inputs],
-        outputs=[replace(next(outputs[s]), stages=(s,)) for s in owners],
+        outputs=tensors,
         layers=tuple(f"results of stage {number}" for number in range(len(plans))),
         layering=PER_STAGE_OUTPUTS,
         step_s=max(plan.estimated_step_s for plan in plans),
@@ -325,9 +367,11 @@ def bind_made(plan: ParallelPlan, step: TracedStep, cluster: ClusterSpec) -> Pla
     bound = bind_plan(plan, step)
     made, stages = [], []
     for number, stage in enumerate(plan.stages):
-        positions = [o for o, tensor in enumerate(plan.outputs) if tensor.stages[0] == number]
+        held = [tensor.holders() for tensor in plan.outputs]
+        positions = [o for o, holders in enumerate(held) if number in holders]
+        rows = [plan.outputs[o].rows()[held[o].index(number)] for o in positions]
         assert stage.plan is not None
-        results = only_results(step, positions)
+        results = only_results(step, positions, rows)
         stage_plan = bind_plan(stage.plan, results)
         if stage_plan.origin is None:
             submesh = submesh_cluster(plan.cluster or cluster, stage.submesh)

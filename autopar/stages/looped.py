@@ -6,6 +6,7 @@ stages to a step per stage (`slice_into`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +26,8 @@ from autopar.rewrite.attach_layers import LoopLayers, attach_layers, loop_batch,
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.remat import rematerialise
-from autopar.rewrite.stage_slices import SlicedStep, slice_step
+from autopar.rewrite.split_stacks import Parts, SplitStep, Stacks, split_stacks
+from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, slice_step
 from autopar.tracer.costs import aval_bytes, program_flops
 
 # Time to start one stage program: Python, argument handling and the launch itself.
@@ -77,6 +79,19 @@ class LoopedStep:
                 flops[layer] += program_flops(one_equation)
         return tuple(flops)
 
+    @cached_property
+    def stack_rows(self) -> tuple[tuple[int, ...], ...]:
+        """Per argument that is a stack over layers, how many of its rows come before each layer,
+        and before the end; each course once."""
+        split = stacks_by_layer(self)
+        courses: dict[int, list[int]] = {}
+        for position, (argument, rows) in enumerate(split.inputs):
+            if rows is not None:
+                ends = courses.setdefault(argument, [0] * (len(self.layers) + 1))
+                for later in range(split.owners[position] + 1, len(ends)):
+                    ends[later] += rows[1] - rows[0]
+        return tuple(dict.fromkeys(map(tuple, courses.values())))
+
     @property
     def has_backward(self) -> bool:
         return any(self.attached.is_backward)
@@ -120,12 +135,55 @@ def find_looped(
 
 
 def slice_into(
-    looped: LoopedStep, specs: Sequence[StageSpec], owners: Mapping[int, int] | None = None
+    looped: LoopedStep,
+    specs: Sequence[StageSpec],
+    owners: Mapping[int, int] | None = None,
+    stacks: Stacks = WHOLE_STACKS,
 ) -> SlicedStep:
+    """A step per stage. `owners`, `stacks`: as `slice_step` takes them."""
     again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
     looped = looped.recomputing(again)
     stage_of = [s for s, spec in enumerate(specs) for _ in range(*spec.layers)]
-    return slice_step(looped.step, looped.attached, stage_of, owners)
+    return slice_step(looped.step, looped.attached, stage_of, owners, stacks)
+
+
+def are_alike(specs: Sequence[StageSpec], parts: Parts) -> bool:
+    """Whether a stack with these parts can be one array: as many rows on each of its stages, on
+    meshes of one shape."""
+    kinds = {
+        (part.rows[1] - part.rows[0], specs[part.stage].submesh, specs[part.stage].mesh_shape)
+        for part in parts
+    }
+    return len(kinds) == 1
+
+
+def stacks_by_layer(looped: LoopedStep) -> SplitStep:
+    """The step with its stacks split over layers, as if these had been written out."""
+    layers = looped.attached
+    return split_stacks(looped.step, layers.layer_of, len(looped.layers), lambda _: True)
+
+
+def with_even_stacks(looped: LoopedStep, specs: Sequence[StageSpec]) -> list[StageSpec] | None:
+    """Stages like these, but alike, so that stacks over layers can be split over them: each has as
+    many rows of all stacks, on submeshes of one shape. None if there are no such stages."""
+    rows = looped.stack_rows
+    sizes = {ends[-1] for ends in rows}
+    if len(sizes) != 1 or sizes.pop() % len(specs) or len({s.submesh for s in specs}) > 1:
+        return None
+    cuts = [0]
+    for stage in range(1, len(specs)):
+        fits = [
+            cut
+            for cut in range(cuts[-1] + 1, len(looped.layers))
+            if all(ends[cut] * len(specs) == ends[-1] * stage for ends in rows)
+        ]
+        if not fits:
+            return None
+        cuts.append(fits[0])
+    ranges = pairwise([*cuts, len(looped.layers)])
+    shape = Counter(spec.mesh_shape for spec in specs).most_common(1)[0][0]
+    any_remat = any(spec.remat for spec in specs)
+    return [StageSpec(layers, specs[0].submesh, shape, any_remat) for layers in ranges]
 
 
 _MOST_STAGES = 8  # of a pipeline that is searched at first

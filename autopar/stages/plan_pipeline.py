@@ -30,6 +30,7 @@ from autopar.methods import (
     PipeshardParallel,
     UniformStages,
 )
+from autopar.rewrite.stage_slices import WHOLE_STACKS
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import (
@@ -75,7 +76,8 @@ def plan_pipeline(
     to_the_end: bool = True,
 ) -> PlannedStep:
     """A pipeline as a method asks for it. `to_the_end`: if none is found in time, search on."""
-    task = PipelineTask(method, cluster, log, to_the_end=to_the_end)
+    stacks = WHOLE_STACKS if source.options.whole_stacks else None
+    task = PipelineTask(method, cluster, log, stack_parts=stacks, to_the_end=to_the_end)
     with log.limited(method.options):
         return log.stopped(_plan_pipeline(source, task))
 
@@ -173,7 +175,7 @@ def _uniform(num_stages: int, looped: LoopedStep, task: PipelineTask) -> list[St
         num_meshes = num_stages // 2
     submesh = uniform_submesh(num_meshes, task.cluster)
     ranges = even_ranges([layer.flops for layer in looped.layers], num_stages)
-    return [StageSpec(layers, submesh) for layers in ranges]
+    return task.alike(looped, [StageSpec(layers, submesh) for layers in ranges])
 
 
 # -- stages that are searched
@@ -190,7 +192,9 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     else:
         number = int(method.num_micro_batches)
     looped = _looped(source, number, method.layers, log)
-    search = choose_stages(looped, method, cluster, log, to_the_end=task.to_the_end)
+    search = choose_stages(
+        looped, method, cluster, log, to_the_end=task.to_the_end, splits_stacks=task.splits_stacks
+    )
     excess: dict[Submesh, float] = {}
     if is_free:
         search = with_another(looped, _calibrated(task, looped, search, excess, 1), log)
@@ -275,7 +279,14 @@ def _search_again(
     """A search at another number of micro-batches than the first; None if autopar fails in it."""
     try:
         return choose_stages(
-            looped, task.method, task.cluster, task.log, only=only, excess=excess, to_the_end=False
+            looped,
+            task.method,
+            task.cluster,
+            task.log,
+            only=only,
+            excess=excess,
+            to_the_end=False,
+            splits_stacks=task.splits_stacks,
         )
     except Exception as error:
         number = looped.step.num_micro_batches
@@ -318,6 +329,7 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
     best: PlannedStep | None = None
     misfit: MemoryBudgetError | None = None
     failures: list[Failure] = []
+    solved: list[list[StageSpec]] = []
     checked: list[tuple[float, float]] = []
     took_s, deadline = 0.0, task.log.deadline
     for number, choice in enumerate(report.best):
@@ -331,6 +343,10 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
         specs = _specs(choice.stages)
         if task.method.schedule == "interleaved_1f1b":
             specs = halved(specs, looped)
+        specs = task.alike(looped, specs)
+        if any(specs == other for other in solved):
+            continue
+        solved.append(specs)
         try:
             planned = task.log.note(solve_pipeline(task, looped, specs, report))
         except MemoryBudgetError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, prod
 
 from jax.sharding import PartitionSpec
@@ -35,7 +36,8 @@ from autopar.methods import (
 )
 from autopar.progress import Progress
 from autopar.rewrite.layers_by_input import layers_by_arguments
-from autopar.rewrite.stage_slices import SlicedStep, StageSlice
+from autopar.rewrite.split_stacks import Parts, Rows, StackPart, Stacks
+from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, StageSlice
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
 from autopar.sharding.constraints import method_constraints
@@ -46,10 +48,12 @@ from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import (
     LoopedStep,
     StageSpec,
+    are_alike,
     find_looped,
     launch_s,
     layers_of,
     slice_into,
+    with_even_stacks,
 )
 from autopar.stages.simulate import mesh_hosts, predicted_s, stage_times
 from autopar.stages.stage_plans import (
@@ -91,6 +95,7 @@ class PipelineTask:
 
     placement: where arguments are already, for a step that follows another.
     pins:      specs that come before what the method asks for.
+    stack_parts: the stacks over layers that are split over stages; None to split what can be.
     reuse:     stages, by number, that need not be solved again.
     known:     shardings of stages that were solved, for equal ones.
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
@@ -103,6 +108,7 @@ class PipelineTask:
     log: PlanningLog
     placement: ExistingPlacement | None = None
     pins: Pins = field(default_factory=dict)
+    stack_parts: Stacks | None = None
     reuse: Mapping[int, SolvedStage] = field(default_factory=dict)
     known: KnownShardings = field(default_factory=dict)
     may_recompute: bool = True
@@ -114,14 +120,42 @@ class PipelineTask:
     def owners(self) -> Mapping[int, int] | None:
         return None if self.placement is None else self.placement.owners
 
-    def sliced(self, looped: LoopedStep, specs: Sequence[StageSpec]) -> SlicedStep:
-        """The step cut into these stages; the last cut is kept."""
+    @property
+    def splits_stacks(self) -> bool:
+        """Whether stacks over layers may be split over stages as is best. Where stages share
+        devices, they stay whole."""
+        return self.stack_parts is None and self.method.schedule != "interleaved_1f1b"
+
+    def alike(self, looped: LoopedStep, specs: list[StageSpec]) -> list[StageSpec]:
+        """Stages like these over which stacks over layers can be split, if there are any."""
+        if not self.splits_stacks or not looped.stack_rows:
+            return specs
+        return with_even_stacks(looped, specs) or specs
+
+    def stacks(self, looped: LoopedStep, specs: Sequence[StageSpec]) -> Stacks:
+        """Which stacks are split over these stages."""
+        if self.stack_parts is not None:
+            return self.stack_parts
+        if not self.splits_stacks or not looped.stack_rows:
+            return WHOLE_STACKS
+        return partial(are_alike, tuple(specs))
+
+    def sliced(
+        self, looped: LoopedStep, specs: Sequence[StageSpec], *, may_be_unlike: bool = False
+    ) -> SlicedStep:
+        """The step cut into these stages; the last cut is kept. `may_be_unlike`: stacks are split
+        even over stages over which they cannot be, as long as `alike` would change these."""
+        stacks = self.stacks(looped, specs)
         key = (id(looped), *((spec.layers, spec.remat) for spec in specs))
+        if isinstance(stacks, partial):
+            key = (*key, may_be_unlike, *((spec.submesh, spec.mesh_shape) for spec in specs))
+            if may_be_unlike and with_even_stacks(looped, specs) is not None:
+                stacks = _any_parts
         if key not in self.cuts:
             self.cuts.clear()
             self.graphs.clear()
             with self.log.timed("slice"):
-                self.cuts[key] = looped, slice_into(looped, specs, self.owners)
+                self.cuts[key] = looped, slice_into(looped, specs, self.owners, stacks)
         return self.cuts[key][1]
 
     def graph_of(self, cut: StageSlice) -> Graph:
@@ -130,6 +164,10 @@ class PipelineTask:
             with self.log.timed("graph"), paused_garbage_collector():
                 self.graphs[id(cut)] = cut, build_graph(cut.step)
         return self.graphs[id(cut)][1]
+
+
+def _any_parts(_: Parts) -> bool:
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,11 +270,15 @@ def _solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec]
     devices, stage_mesh = _devices(task, specs)
     options = task.method.options
     may_recompute = task.may_recompute and options.remat == "auto" and looped.has_backward
+    leads = [0]
     while True:
         sliced = task.sliced(looped, specs)
         try:
-            solved = _solve_each(task, sliced, specs, max(stage_mesh) + 1)
+            solved = _solve_each(task, sliced, specs, max(stage_mesh) + 1, leads[-1])
         except StageTooLarge as miss:
+            if miss.stage not in leads and any(sliced.stages[miss.stage].input_rows):
+                leads.append(miss.stage)  # it may fit in a layout of its own choice
+                continue
             if specs[miss.stage].remat or not may_recompute:
                 raise _too_large(miss, specs, looped, options) from miss.error
             specs[miss.stage] = replace(specs[miss.stage], remat=True)
@@ -245,37 +287,60 @@ def _solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec]
 
 
 def _solve_each(
-    task: PipelineTask, sliced: SlicedStep, specs: Sequence[StageSpec], num_meshes: int
+    task: PipelineTask,
+    sliced: SlicedStep,
+    specs: Sequence[StageSpec],
+    num_meshes: int,
+    lead: int = 0,
 ) -> list[SolvedStage]:
-    method, solved = task.method, []
+    """A solution per stage. Stages that hold rows of the same stack have it in the layout, and on
+    the mesh, that the one solved first has chosen; `lead` is solved first."""
+    method = task.method
+    solved: dict[int, SolvedStage] = {}
+    chosen: dict[int, tuple[tuple[int, ...], PartitionSpec]] = {}  # stack -> mesh shape, spec
     number = sliced.stages[0].step.num_micro_batches
     with Progress("solving stages", len(specs)) as progress:
-        for k, (cut, spec) in enumerate(zip(sliced.stages, specs, strict=True)):
+        for k in (lead, *(k for k in range(len(specs)) if k != lead)):
+            cut, spec = sliced.stages[k], specs[k]
+            stacks = [n for n, rows in enumerate(cut.input_rows) if rows is not None]
             stage = task.reuse.get(k)
             if stage is None:
                 in_flight = in_flight_bound(
                     method.schedule, len(specs), number, k, num_meshes=num_meshes
                 )
-                in_specs = _input_specs(cut, task.placement)
+                known = {
+                    cut.inputs[n]: chosen[cut.inputs[n]] for n in stacks if cut.inputs[n] in chosen
+                }
+                in_specs = _input_specs(cut, task.placement, {i: s for i, (_, s) in known.items()})
+                shapes = [shape for shape, _ in known.values()]
+                mesh_shape = shapes[0] if shapes else spec.mesh_shape
                 stage_task = StageTask(
-                    cut, spec.submesh, spec.mesh_shape, in_flight, in_specs, task.graph_of(cut)
+                    cut, spec.submesh, mesh_shape, in_flight, in_specs, task.graph_of(cut)
                 )
                 with task.log.sharing(1 / (len(specs) - len(solved))):
                     stage = plan_stage(
                         k, stage_task, task.cluster, method.options, task.pins, task.known, task.log
                     )
-            solved.append(stage)
+            for n in stacks:
+                tensor = stage.plan.inputs[n]
+                choice = stage.plan.mesh_shape, stage.plan.spec_of(tensor)
+                chosen.setdefault(cut.inputs[n], choice)
+            solved[k] = stage
             progress.step()
-    return solved
+    return [solved[k] for k in range(len(specs))]
 
 
 def _input_specs(
-    cut: StageSlice, placement: ExistingPlacement | None
+    cut: StageSlice,
+    placement: ExistingPlacement | None,
+    chosen: Mapping[int, PartitionSpec],
 ) -> tuple[PartitionSpec | None, ...]:
-    """Specs of a stage's inputs: of the user's arguments as they are, of the rest None."""
-    if placement is None:
+    """Specs of a stage's inputs: of the user's arguments as they are, of the rest None. `chosen`:
+    those of stacks on other stages."""
+    if placement is None and not chosen:
         return ()
-    given = [placement.specs.get(i) for i in cut.inputs]
+    known = {**(placement.specs if placement is not None else {}), **chosen}
+    given = [known.get(i) for i in cut.inputs]
     return (*given, *[None] * (len(cut.step.avals) - len(given)))
 
 
@@ -400,18 +465,56 @@ def _stage_plans(stages: _Stages, times: PipelineTimes, num_micro_batches: int) 
 
 def _tensors(stages: _Stages) -> tuple[list[Tensor], list[Tensor]]:
     """All inputs and outputs of the step, with the stages that hold them: owner first, copies."""
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
+    inputs: dict[int, list[tuple[Rows | None, Tensor]]] = {}
+    outputs: dict[int, list[tuple[Rows | None, Tensor]]] = {}
     cuts = stages.sliced.stages
     received = [{value for value, _ in cut.received} for cut in cuts]
     for number, (cut, stage) in enumerate(zip(cuts, stages.solved, strict=True)):
-        values = cut.step.program.inputs
-        for position, value, tensor in zip(cut.inputs, values, stage.plan.inputs, strict=False):
+        values, tensors = cut.step.program.inputs, stage.plan.inputs
+        own = zip(cut.inputs, values, cut.input_rows, tensors, strict=False)
+        for position, value, rows, tensor in own:
             copies = [n for n, got in enumerate(received) if value in got]
-            inputs[position] = replace(tensor, stages=(number, *copies))
-        for position, tensor in zip(cut.outputs, stage.plan.outputs, strict=False):
-            outputs[position] = replace(tensor, stages=(number,))
-    return [inputs[i] for i in range(len(inputs))], [outputs[o] for o in range(len(outputs))]
+            tensor = replace(tensor, stages=(number, *copies))
+            inputs.setdefault(position, []).append((rows, tensor))
+        own = zip(cut.outputs, cut.output_rows, stage.plan.outputs, strict=False)
+        for position, rows, tensor in own:
+            outputs.setdefault(position, []).append((rows, replace(tensor, stages=(number,))))
+    return (
+        [_whole_tensor(inputs[i]) for i in range(len(inputs))],
+        [_whole_tensor(outputs[o]) for o in range(len(outputs))],
+    )
+
+
+def _whole_tensor(held: Sequence[tuple[Rows | None, Tensor]]) -> Tensor:
+    (rows, tensor), *others = held
+    if rows is None:
+        assert not others, f"{tensor.path} is on several stages"
+        return tensor
+    in_order = sorted(held, key=lambda one: one[0] or (0, 0))
+    return joined([tensor for _, tensor in in_order])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """A stack, of the tensors of its stages in the order of their rows."""
+    split = tuple(part.shape[0] for part in parts)
+    shape = (sum(split), *parts[0].shape[1:])
+    return replace(
+        parts[0], shape=shape, stages=tuple(part.stages[0] for part in parts), split=split
+    )
+
+
+def parts_of(tensor: Tensor) -> Parts:
+    """The parts of a tensor that is split over stages."""
+    return tuple(
+        StackPart(rows, stage)
+        for stage, rows in zip(tensor.stages, tensor.rows(), strict=True)
+        if rows is not None
+    )
+
+
+def stacks_of(plan: ParallelPlan) -> dict[int, Parts]:
+    """The parts of a plan's inputs that are split over stages."""
+    return {i: parts_of(t) for i, t in enumerate(plan.inputs) if t.split is not None}
 
 
 def _layering(task: PipelineTask, looped: LoopedStep) -> Layering:
@@ -462,10 +565,17 @@ def repin_pipeline(
     changed."""
     specs = stage_specs(plan)
     task = PipelineTask(
-        origin.method, origin.cluster, log, origin.placement, pins, may_recompute=False
+        origin.method,
+        origin.cluster,
+        log,
+        origin.placement,
+        pins,
+        stacks_of(plan),
+        may_recompute=False,
     )
     if origin.solved:
-        sliced = slice_into(origin.looped, specs, task.owners)
+        stacks = task.stacks(origin.looped, specs)
+        sliced = slice_into(origin.looped, specs, task.owners, stacks)
         unchanged = {
             k: stage
             for k, (cut, stage) in enumerate(zip(sliced.stages, origin.solved, strict=True))
@@ -483,7 +593,7 @@ def bind_pipeline(
         step = source.as_loop(plan.num_micro_batches)
         bound = bind_plan(plan, step)
         looped, owners = _layers_of_plan(plan, LoopedStep(step, ()))
-        sliced = slice_into(looped, stage_specs(plan), owners)
+        sliced = slice_into(looped, stage_specs(plan), owners, stacks_of(plan))
     cluster = plan.cluster or cluster
     num_meshes = 1 + max(stage.mesh for stage in plan.stages)
     stages = []

@@ -128,8 +128,8 @@ def _mesh_task(
         alone = replace(task, in_specs=())
         constraints = overridden(constraints, _constraints(alone, ShardingOptions(pins=pins)))
     is_plain = not (options.pins or options.forbid_axes or options.batch_axis)
-    is_plain = is_plain and not task.in_specs and not pins
-    key = program_fingerprint(step.program) if is_plain else step.name
+    is_plain = is_plain and not pins
+    key = f"{program_fingerprint(step.program)} {task.in_specs}" if is_plain else step.name
     shape = "auto" if task.mesh_shape is None else task.mesh_shape
     return ShardingTask(
         step,

@@ -22,7 +22,7 @@ from autopar import _jax, session
 from autopar.api import ParallelFunction, local_devices
 from autopar.errors import ArgumentError, CheckpointError, PlanError
 from autopar.ir.objects.nnx import merge_objects
-from autopar.ir.plan import ParallelPlan
+from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.lower.lower_step import check_devices
 from autopar.progress import LOGGER
 from autopar.runtime.checkpoints.controllers import num_processes
@@ -38,6 +38,7 @@ from autopar.runtime.checkpoints.restore import (
 )
 from autopar.runtime.ranks.consensus import Consensus, planning_limit_s
 from autopar.runtime.remote.save import input_places
+from autopar.runtime.stacks import stacked_sharding
 
 
 def restore_checkpoint(directory: str | Path, target: Any = None, step: int | None = None) -> Any:
@@ -216,4 +217,10 @@ def input_shardings(plan: ParallelPlan, devices: Sequence[Any]) -> list[NamedSha
         numbers = stage.devices if stage.plan else range(plan.num_devices)
         grid = np.array([devices[d] for d in numbers], dtype=object).reshape(stage_plan.mesh_shape)
         meshes.append(_jax.fresh_mesh(grid, stage_plan.axis_names))
-    return [NamedSharding(meshes[t.stages[0]], plan.spec_of(t)) for t in plan.inputs]
+
+    def sharding(tensor: Tensor) -> NamedSharding:
+        spec = plan.spec_of(tensor)
+        parts = [NamedSharding(meshes[stage], spec) for stage in tensor.holders()]
+        return parts[0] if tensor.split is None else stacked_sharding(parts)
+
+    return [sharding(tensor) for tensor in plan.inputs]

@@ -160,6 +160,7 @@ class NamedPlan:
 
     name: str = "step"
     estimated_peak_bytes: float = 0.0
+    xla_options: None = None
 
     def to_json(self) -> str:
         return "{}"

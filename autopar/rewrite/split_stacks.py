@@ -1,0 +1,527 @@
+"""Splits stacks over stages: from a looped `TracedStep` to one with stacked arguments in parts.
+
+A model that scans over its layers has parameters stacked along a first dimension, a row per layer.
+Where its layers run on several stages, each stage should hold its own rows of the parameters, of
+the optimizer's moments and of the gradients, and update them itself. So each such argument becomes
+several, one for every stage that reads rows of it, and what the update computes row by row is
+computed for each part. A stage then owns a part as it owns any argument.
+
+Which rows go to which stage follows from who reads them: the slices that `unroll_scans` has made.
+The rest follows from the equations before and after the loop over micro-batches. In most of them
+(elementwise ones, means over other dimensions) a row of the result comes from the same rows of the
+operands, so all have the same parts. Sums over all rows (the norm of all gradients) are summed in
+each part first. Anything else reads the parts put together again, which is right, but has to be
+sent; state that is updated so (sorted along layers, say) stays whole, on one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import ShapedArray
+
+from autopar import _jax
+from autopar.ir.program import Constant, Equation, Operand, Program
+from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.program_writer import ProgramWriter
+from autopar.rewrite.residuals import CHEAP
+from autopar.rewrite.stage_placement import stages_that_need
+
+Rows = tuple[int, int]  # of the first dimension, half-open
+
+
+@dataclass(frozen=True)
+class StackPart:
+    """Rows of a stack, and the stage that holds them."""
+
+    rows: Rows
+    stage: int
+
+
+Parts = tuple[StackPart, ...]  # in the order of their rows, which are all rows
+# Whether a stack may have these parts; or input, by position -> its parts.
+Stacks = Callable[[Parts], bool] | Mapping[int, Parts]
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step whose stacks are in parts.
+
+    inputs, outputs: for each of the step's, the position of the whole step's that it is or is a
+                     part of, and which rows of it; None for all.
+    owners:          input that is a part, by position -> the stage that holds it.
+    pieces:          values that are parts of others.
+    """
+
+    step: TracedStep
+    inputs: tuple[tuple[int, Rows | None], ...]
+    outputs: tuple[tuple[int, Rows | None], ...]
+    owners: dict[int, int]
+    pieces: frozenset[int]
+
+
+def split_stacks(
+    step: TracedStep,
+    stage_of: Sequence[int],
+    num_stages: int,
+    stacks: Stacks = lambda _: True,
+) -> SplitStep:
+    """`stage_of`: the stage of every equation of the loop's body, negative if it belongs to none.
+    `stacks`: which parts an argument may be split into, or exactly which arguments are."""
+    parts = _PartFinder(step, stage_of, num_stages, stacks).parts()
+    if not parts:
+        every = tuple((i, None) for i in range(len(step.program.inputs)))
+        outputs = tuple((o, None) for o in range(len(step.program.outputs)))
+        return SplitStep(step, every, outputs, {}, frozenset())
+    return _Splitter(step, parts).split()
+
+
+# -- equations that compute row by row
+
+# Of an op over all rows, how results of parts are combined.
+_COMBINED: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": jnp.add,
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_prod": jnp.multiply,
+    "reduce_and": jnp.bitwise_and,
+    "reduce_or": jnp.bitwise_or,
+}
+_WITH_AXES = ("argmax", "argmin", *_COMBINED)
+_MOVES = ("broadcast_in_dim", "reshape", "slice", "squeeze", "transpose", "expand_dims", "iota")
+_ELEMENTWISE = CHEAP - {*_MOVES, "bitcast_convert_type"}
+
+
+def _rows_of(equation: Equation, avals: Sequence[ShapedArray]) -> tuple[int, ...] | None:
+    """The operands, by position, whose rows become those of the result; None if it does not compute
+    row by row."""
+    if equation.bodies or equation.has_effect or len(equation.results) != 1:
+        return None
+    out = tuple(avals[equation.results[0]].shape)
+    shapes = [_shape(o, avals) for o in equation.operands]
+    if not out:
+        return None
+    name, params = equation.name, equation.params
+    if name in _ELEMENTWISE:
+        is_plain = all(shape in ((), out) for shape in shapes)
+        return tuple(n for n, shape in enumerate(shapes) if shape) if is_plain else None
+    if name == "iota":
+        return () if params["dimension"] != 0 and not equation.operands else None
+    if name == "concatenate":
+        return tuple(range(len(shapes))) if params["dimension"] != 0 else None
+    if name == "dot_general":
+        _, (left, right) = params["dimension_numbers"]
+        return (0, 1) if left[:1] == right[:1] == (0,) else None
+    if name == "broadcast_in_dim" and len(shapes) == 1:
+        dimensions = tuple(params["broadcast_dimensions"])
+        if 0 not in dimensions or shapes[0][dimensions.index(0)] == 1 != out[0]:
+            return ()
+        return (0,) if dimensions[0] == 0 else None
+    if len(shapes) != 1 or shapes[0][:1] != out[:1]:
+        return None
+    return (0,) if _keeps_rows(equation, shapes[0]) else None
+
+
+def _keeps_rows(equation: Equation, shape: tuple[int, ...]) -> bool:
+    """Whether an equation of one operand leaves each row of it where it is."""
+    name, params = equation.name, equation.params
+    if name in _WITH_AXES:
+        return 0 not in params["axes"]
+    if name == "transpose":
+        return params["permutation"][0] == 0
+    if name == "reshape":
+        return params["dimensions"] is None
+    if name == "squeeze":
+        return 0 not in params["dimensions"]
+    if name == "slice":
+        is_whole = params["start_indices"][0] == 0 and params["limit_indices"][0] == shape[0]
+        return is_whole and (params["strides"] is None or params["strides"][0] == 1)
+    return False
+
+
+def _sliced_rows(equation: Equation, avals: Sequence[ShapedArray]) -> Rows | None:
+    """The rows that a slice takes, if it is one of consecutive rows."""
+    if equation.name != "slice" or not isinstance(equation.operands[0], int):
+        return None
+    strides = equation.params["strides"]
+    if strides is not None and strides[0] != 1:
+        return None
+    return equation.params["start_indices"][0], equation.params["limit_indices"][0]
+
+
+def _shape(operand: Operand, avals: Sequence[ShapedArray]) -> tuple[int, ...]:
+    aval = operand.aval if isinstance(operand, Constant) else avals[operand]
+    return tuple(aval.shape)
+
+
+# -- which values have parts
+
+
+class _PartFinder:
+    def __init__(
+        self,
+        step: TracedStep,
+        stage_of: Sequence[int],
+        num_stages: int,
+        stacks: Stacks,
+    ) -> None:
+        assert step.loop is not None
+        self.step, self.program, self.loop = step, step.program, step.loop
+        self.avals = self.program.avals
+        self.needs = stages_that_need(self.program, self.loop, stage_of, num_stages)
+        self.readers = self.program.readers()
+        self.stacks = stacks
+        self.group: dict[int, int] = {}  # value -> another of the same rows; a forest
+
+    def parts(self) -> dict[int, Parts]:
+        """The parts of values outside the loop."""
+        inputs = self.program.inputs
+        seeds = {v: parts for v in self.readers if (parts := self.by_slices(v))}
+        if not seeds and not isinstance(self.stacks, Mapping):
+            return {}
+        self.find_groups()
+        parts_of: dict[int, Parts] = {}
+        for value, parts in seeds.items():
+            parts_of.setdefault(self.root(value), parts)
+        never: set[int] = set()
+        if isinstance(self.stacks, Mapping):
+            for value in inputs:
+                parts_of.pop(self.root(value), None)
+            for i, parts in self.stacks.items():
+                parts_of[self.root(inputs[i])] = parts
+            never.update(value for i, value in enumerate(inputs) if i not in self.stacks)
+        else:
+            allowed = self.stacks
+            for root in self.roots_that_stay_whole():
+                parts_of.pop(root, None)
+            parts_of = {root: parts for root, parts in parts_of.items() if allowed(parts)}
+        every = [*inputs, *(r for e in self.program.equations for r in e.results)]
+        return {
+            v: parts_of[root]
+            for v in every
+            if v not in never and (root := self.root(v)) in parts_of
+        }
+
+    def by_slices(self, value: int) -> Parts | None:
+        """The parts that the loop's stages read of a value, before the loop."""
+        shape = _shape(value, self.avals)
+        if not shape or shape[0] < 2:
+            return None
+        stages: list[int | None] = [None] * shape[0]
+        for index in self.readers[value]:
+            equation = self.program.equations[index]
+            rows = _sliced_rows(equation, self.avals) if index < self.loop else None
+            needed = self.needs.get(equation.results[0]) if rows is not None else None
+            if rows is not None and needed and rows[1] - rows[0] < shape[0]:
+                stages[slice(*rows)] = [min(needed)] * (rows[1] - rows[0])
+        return _runs(stages)
+
+    # -- values with the same rows
+
+    def find_groups(self) -> None:
+        for index, equation in enumerate(self.program.equations):
+            rows = None if index == self.loop else _rows_of(equation, self.avals)
+            if rows is not None:
+                for operand in (equation.operands[n] for n in rows):
+                    if isinstance(operand, int):
+                        self.join(operand, equation.results[0])
+            elif equation.name == "concatenate":  # of gradients, row by row: it is its own group
+                self.root(equation.results[0])
+
+    def root(self, value: int) -> int:
+        while (other := self.group.setdefault(value, value)) != value:
+            self.group[value] = value = self.group.setdefault(other, other)
+        return value
+
+    def join(self, one: int, other: int) -> None:
+        self.group[self.root(one)] = self.root(other)
+
+    def roots_that_stay_whole(self) -> set[int]:
+        """Groups with rows of the batch or random keys, or with state that is updated otherwise
+        than row by row."""
+        inputs, outputs = self.program.inputs, self.program.outputs
+        keys = (v for v in inputs if _jax.is_extended_dtype(self.avals[v].dtype))
+        roots = {self.root(v) for v in (*keys, *(inputs[i] for i in self.step.batch))}
+        for i, o in self.step.state:
+            output = outputs[o]
+            if not isinstance(output, int) or self.root(output) != self.root(inputs[i]):
+                roots.add(self.root(inputs[i]))
+        return roots
+
+
+def _runs(stages: Sequence[int | None]) -> Parts | None:
+    """Parts of consecutive rows with one stage each; rows that nobody reads go with those before
+    them. None if a stage has none or all of the rows, or comes back later."""
+    known = next((s for s in stages if s is not None), None)
+    parts: list[StackPart] = []
+    for row, stage in enumerate(stages):
+        known = known if stage is None else stage
+        if known is None:
+            return None
+        if parts and parts[-1].stage == known:
+            parts[-1] = StackPart((parts[-1].rows[0], row + 1), known)
+        else:
+            parts.append(StackPart((row, row + 1), known))
+    is_once = len({part.stage for part in parts}) == len(parts)
+    return tuple(parts) if len(parts) > 1 and is_once else None
+
+
+# -- writing
+
+
+class _Splitter:
+    def __init__(self, step: TracedStep, parts: Mapping[int, Parts]) -> None:
+        assert step.loop is not None
+        self.step, self.program, self.loop = step, step.program, step.loop
+        self.parts = parts
+        self.writer = ProgramWriter(self.program.avals)
+        self.is_whole = {v for v, _ in self.program.captured}  # values that are there whole
+        self.wholes: dict[int, int] = {}  # value -> the same, put together from its parts
+        self.pieces: dict[int, list[Operand]] = {}  # value -> its parts
+        self.cut: dict[tuple[int, Rows], Operand] = {}  # rows taken from whole values
+
+    def split(self) -> SplitStep:
+        program, parts = self.program, self.parts
+        inputs: list[int] = []
+        given: list[tuple[int, Rows | None]] = []
+        owners: dict[int, int] = {}
+        for position, value in enumerate(program.inputs):
+            if value not in parts:
+                self.is_whole.add(value)
+                inputs.append(value)
+                given.append((position, None))
+                continue
+            pieces = [self.new_piece(value, part.rows) for part in parts[value]]
+            self.pieces[value] = list(pieces)
+            for piece, part in zip(pieces, parts[value], strict=True):
+                owners[len(inputs)] = part.stage
+                inputs.append(piece)
+                given.append((position, part.rows))
+        for index, equation in enumerate(program.equations):
+            self.equation(index, equation)
+        replaced = {o: i for i, o in self.step.state if program.inputs[i] in parts}
+        outputs: list[Operand] = []
+        made: list[tuple[int, Rows | None]] = []
+        for position, output in enumerate(program.outputs):
+            if position in replaced:
+                own = parts[program.inputs[replaced[position]]]
+                for part, piece in zip(own, self.pieces_of(output, own), strict=True):
+                    outputs.append(piece)
+                    made.append((position, part.rows))
+            else:
+                outputs.append(self.whole(output))
+                made.append((position, None))
+        program = replace(
+            program,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            equations=tuple(self.writer.equations),
+            captured=(*program.captured, *self.writer.captured),
+        )
+        pieces = frozenset(v for own in self.pieces.values() for v in own if isinstance(v, int))
+        traced = self.traced(program, given, made)
+        return SplitStep(traced, tuple(given), tuple(made), owners, pieces)
+
+    def traced(
+        self,
+        program: Program,
+        given: Sequence[tuple[int, Rows | None]],
+        made: Sequence[tuple[int, Rows | None]],
+    ) -> TracedStep:
+        step, avals = self.step, program.avals
+        input_at = {one: n for n, one in enumerate(given)}
+        output_at = {one: n for n, one in enumerate(made)}
+        rows_of: dict[int, list[Rows | None]] = {}
+        for position, rows in given:
+            rows_of.setdefault(position, []).append(rows)
+        types = tuple(avals[v] for v in program.inputs)
+        (loop,) = (n for n, e in enumerate(program.equations) if e is self.loop_equation)
+        return replace(
+            step,
+            program=program,
+            call=replace(
+                step.call, leaves=types, paths=tuple(step.call.paths[i] for i, _ in given)
+            ),
+            avals=types,
+            out_paths=tuple(step.out_paths[o] for o, _ in made),
+            out_avals=tuple(_type_of(out, avals) for out in program.outputs),
+            state=tuple(
+                (input_at[i, rows], output_at[o, rows])
+                for i, o in step.state
+                for rows in rows_of[i]
+            ),
+            batch=tuple(input_at[i, None] for i in step.batch),
+            donated=tuple(input_at[i, rows] for i in step.donated for rows in rows_of[i]),
+            loop=loop,
+        )
+
+    # -- values
+
+    def new_piece(self, value: int, rows: Rows) -> int:
+        aval = self.program.avals[value]
+        shape = (rows[1] - rows[0], *aval.shape[1:])
+        return self.writer.new_value(aval.update(shape=shape))
+
+    def whole(self, operand: Operand, like: Equation | None = None) -> Operand:
+        """The value, put together if it is in parts."""
+        if not isinstance(operand, int) or operand in self.is_whole:
+            return operand
+        if operand not in self.wholes:
+            joined = self.writer.emit(_joined, self.pieces[operand], like)
+            assert isinstance(joined, int)
+            self.wholes[operand] = joined
+        return self.wholes[operand]
+
+    def pieces_of(
+        self, operand: Operand, parts: Parts, like: Equation | None = None
+    ) -> list[Operand]:
+        """The operand in these parts, cut if it is not in them."""
+        if isinstance(operand, int) and operand in self.pieces and self.parts[operand] == parts:
+            return self.pieces[operand]
+        whole = self.whole(operand, like)
+        return [self.rows(whole, part.rows, like) for part in parts]
+
+    def rows(self, whole: Operand, rows: Rows, like: Equation | None) -> Operand:
+        key = (whole, rows) if isinstance(whole, int) else None
+        if key is not None and key in self.cut:
+            return self.cut[key]
+        taken = self.writer.emit(taken_rows, [whole], like, start=rows[0], stop=rows[1])
+        if key is not None:
+            self.cut[key] = taken
+        return taken
+
+    # -- equations
+
+    def equation(self, index: int, equation: Equation) -> None:
+        if index == self.loop:
+            self.copy(equation)
+            self.loop_equation = self.writer.equations[-1]
+        elif self.is_in_parts(equation):
+            self.row_by_row(equation)
+        elif not self.slice(equation) and not self.combined(equation):
+            self.copy(equation)
+
+    def is_in_parts(self, equation: Equation) -> bool:
+        return len(equation.results) == 1 and equation.results[0] in self.parts
+
+    def copy(self, equation: Equation) -> None:
+        """The equation as it is, on whole values."""
+        operands = tuple(self.whole(o, equation) for o in equation.operands)
+        self.writer.equations.append(replace(equation, operands=operands))
+        self.is_whole.update(equation.results)
+
+    def row_by_row(self, equation: Equation) -> None:
+        """The equation for each part of its result."""
+        (result,) = equation.results
+        parts = self.parts[result]
+        rows = _rows_of(equation, self.program.avals)
+        if rows is None:
+            if equation.name == "concatenate" and self.concatenate(equation, parts):
+                return
+            self.copy(equation)
+            self.pieces[result] = self.pieces_of(result, parts, equation)
+            return
+        operands = [
+            self.pieces_of(o, parts, equation) if n in rows else [self.whole(o, equation)]
+            for n, o in enumerate(equation.operands)
+        ]
+        pieces: list[Operand] = []
+        for number, part in enumerate(parts):
+            piece = self.new_piece(result, part.rows)
+            self.writer.equations.append(
+                replace(
+                    equation,
+                    operands=tuple(own[number if len(own) > 1 else 0] for own in operands),
+                    results=(piece,),
+                    params=_params_for(equation, part.rows),
+                )
+            )
+            pieces.append(piece)
+        self.pieces[result] = pieces
+
+    def concatenate(self, equation: Equation, parts: Parts) -> bool:
+        """Rows that are put together, part by part; False if a part ends inside of an operand."""
+        ends, start = [], 0
+        for operand in equation.operands:
+            start += _shape(operand, self.program.avals)[0]
+            ends.append(start)
+        if not {part.rows[1] for part in parts} <= set(ends):
+            return False
+        pieces: list[Operand] = []
+        for part in parts:
+            own = [
+                self.whole(operand, equation)
+                for operand, end in zip(equation.operands, ends, strict=True)
+                if part.rows[0] < end <= part.rows[1]
+            ]
+            pieces.append(own[0] if len(own) == 1 else self.writer.emit(_joined, own, equation))
+        self.pieces[equation.results[0]] = pieces
+        return True
+
+    def slice(self, equation: Equation) -> bool:
+        """A slice of rows that are all in one part."""
+        rows = _sliced_rows(equation, self.program.avals)
+        (value, *_) = equation.operands or (None,)
+        if rows is None or not isinstance(value, int) or value not in self.pieces:
+            return False
+        for part, piece in zip(self.parts[value], self.pieces[value], strict=True):
+            first, last = part.rows
+            if first <= rows[0] and rows[1] <= last:
+                params = dict(equation.params)
+                for key, row in (("start_indices", rows[0]), ("limit_indices", rows[1])):
+                    params[key] = (row - first, *params[key][1:])
+                self.writer.equations.append(replace(equation, operands=(piece,), params=params))
+                self.is_whole.update(equation.results)
+                return True
+        return False
+
+    def combined(self, equation: Equation) -> bool:
+        """A sum, or the like, over all rows: of each part, then of the parts."""
+        if equation.name not in _COMBINED or len(equation.operands) != 1:
+            return False
+        (value,), (result,) = equation.operands, equation.results
+        if value not in self.pieces or 0 not in equation.params["axes"]:
+            return False
+        assert isinstance(value, int)
+        aval = self.program.avals[result]
+        partial: list[Operand] = []
+        for piece in self.pieces[value]:
+            own = self.writer.new_value(aval)
+            self.writer.equations.append(replace(equation, operands=(piece,), results=(own,)))
+            partial.append(own)
+        function = _COMBINED[equation.name]
+        reduce(lambda a, b: self.writer.emit(function, [a, b], equation), partial)
+        last = self.writer.equations[-1]
+        self.writer.equations[-1] = replace(last, results=(result,))
+        self.is_whole.add(result)
+        return True
+
+
+def _params_for(equation: Equation, rows: Rows) -> dict[str, Any]:
+    """The equation's parameters for a part of its result."""
+    params, size = dict(equation.params), rows[1] - rows[0]
+    key = {
+        "broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes",
+        "slice": "limit_indices",
+    }.get(equation.name)  # fmt: skip
+    if key is not None:
+        params[key] = (size, *params[key][1:])
+    return params
+
+
+def _type_of(operand: Operand, avals: Sequence[ShapedArray]) -> ShapedArray:
+    return operand.aval if isinstance(operand, Constant) else avals[operand]
+
+
+def _joined(*parts: Array) -> Array:
+    return lax.concatenate(parts, 0)
+
+
+def taken_rows(whole: Array, *, start: int, stop: int) -> Array:
+    """Rows of an array."""
+    return lax.slice_in_dim(whole, start, stop)
