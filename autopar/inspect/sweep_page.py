@@ -6,6 +6,7 @@ from collections.abc import Callable
 from html import escape
 
 from autopar.inspect.plots import PlotMark, Series, line_plot
+from autopar.inspect.report_page.page import page_style
 from autopar.inspect.sweep_text import (
     conclusions,
     cost_text,
@@ -18,27 +19,18 @@ from autopar.inspect.sweep_text import (
 from autopar.ir.sweep import Sweep, SweepPoint
 from autopar.ir.text import format_bytes, format_seconds
 
+# On top of the report page's style, whose themes and series colours it uses.
 _STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --text: #1b1f24; --soft: #59636e;
-  --line: #d5dae0; --box: #f6f8fa; --series-0: #0b62c4; --series-1: #b35900; --series-2: #1a7f37;
-  --series-3: #8250df; --series-4: #bf3989; --series-5: #5c6470; --series-dashed: #8c959f; }
-@media (prefers-color-scheme: dark) { :root { --page: #0f1318; --text: #e6eaef; --soft: #9aa5b1;
-  --line: #313943; --box: #171d24; --series-0: #6cb0ff; --series-1: #f0a35e; --series-2: #5fd07f;
-  --series-3: #c4a2ff; --series-4: #f58ac2; --series-5: #aab4c0; --series-dashed: #7d8894; } }
-body { margin: 0 auto; max-width: 1040px; padding: 24px; background: var(--page);
-  color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 0 0 6px; }
-p.soft, figcaption { color: var(--soft); } code { font-size: 13px; overflow-wrap: anywhere; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 16px; }
-figure { margin: 0; padding: 12px; background: var(--box); border: 1px solid var(--line);
-  border-radius: 6px; } svg { width: 100%; height: auto; }
-svg text { fill: var(--soft); font-size: 12px; } svg text.title { fill: var(--text); }
+:root { --series-0: var(--c0); --series-1: var(--c3); --series-2: var(--c2); --series-3: var(--c6);
+  --series-4: var(--c4); --series-5: var(--c5); --series-dashed: var(--c7); }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr));
+  gap: 12px; } figure { margin: 0; padding: 10px 14px; background: var(--panel);
+  border: 1px solid var(--line); border-radius: 10px; min-width: 0; }
+figure h2 { font-size: 1rem; } svg { width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12px; } svg text.title { fill: var(--ink); }
 svg .grid { stroke: var(--line); } svg .line { fill: none; stroke: var(--own); stroke-width: 2; }
 svg circle { fill: var(--own); } svg .cross { stroke: var(--own); stroke-width: 2.5; fill: none; }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 6px; margin: 0 4px 0 12px; }
-.table { overflow-x: auto; margin: 20px 0; } table { border-collapse: collapse; }
-th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line);
-  white-space: nowrap; } th { font-weight: 600; } tr.misfit td { color: var(--soft); }
+th, td { text-align: right; white-space: nowrap; } tr.misfit td { color: var(--soft); }
 """
 
 
@@ -55,16 +47,21 @@ def sweep_page(sweep: Sweep) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{_STYLE}</style></head><body>
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>{page_style()}{_STYLE}</style></head><body>
+<header class="top"><div class="bar"><span class="brand">autopar</span></div></header>
+<main>
 <h1>{escape(title)}</h1>
 <p class="soft">One train step, planned for {escape(sweep.device)}. All values are predictions of a
 cost model; nothing was run. <code>{escape(sweep.command)}</code></p>
-<ul>{lines or "<li>No plan fits.</li>"}</ul>
+<div class="box"><ul>{lines or "<li>No plan fits.</li>"}</ul></div>
 {_legend(sweep)}
 <div class="plots">{"".join(_plots(sweep))}</div>
-<div class="table"><table><thead><tr>{_cells("th", header_of(sweep))}</tr></thead><tbody>
-{"".join(_row(sweep, point) for point in sweep.points)}</tbody></table></div>
-</body></html>
+<section><div class="scroll">
+<table><thead><tr>{_cells("th", header_of(sweep))}</tr></thead><tbody>
+{"".join(_row(sweep, point) for point in sweep.points)}</tbody></table></div></section>
+</main></body></html>
 """
 
 
@@ -166,10 +163,10 @@ def _legend(sweep: Sweep) -> str:
     if len(groups) < 2:
         return ""
     keys = [
-        f'<span class="key" style="background: var(--series-{k % 6})"></span>{escape(name)}'
+        f'<li><i style="background: var(--series-{k % 6})"></i>{escape(name)}</li>'
         for k, (name, _) in enumerate(groups)
     ]
-    return f"<p>{''.join(keys)}</p>"
+    return f'<ul class="legend">{"".join(keys)}</ul>'
 
 
 def _cells(tag: str, cells: tuple[str, ...]) -> str:

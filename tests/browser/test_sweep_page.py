@@ -52,8 +52,8 @@ def test_a_sweep_is_drawn(context: Any, tmp_path: Path, scheme: str) -> None:
         assert page.locator("svg").count() == 4
         assert page.locator("svg").first.locator("circle").count() == 6
         assert page.locator("tbody tr").count() == 7
-        assert page.locator(".key").count() == 2
-        assert page.locator("li").first.inner_text().startswith("fastest: devices 32")
+        assert page.locator(".legend li").count() == 2
+        assert page.locator(".box li").first.inner_text().startswith("fastest: devices 32")
         background, text, line = page.evaluate(
             "[getComputedStyle(document.body).backgroundColor,"
             " getComputedStyle(document.body).color,"
@@ -63,6 +63,8 @@ def test_a_sweep_is_drawn(context: Any, tmp_path: Path, scheme: str) -> None:
         is_dark = max(int(part) for part in background[4:-1].split(",")) < 60
         assert is_dark == (scheme == "dark")
         assert page.evaluate(_LABELS_INSIDE)
+        page.set_viewport_size({"width": 375, "height": 700})  # a phone: only the table scrolls
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375
     finally:
         page.close()
     assert not complaints

@@ -36,12 +36,17 @@ SCRIPTS = (
 def render(data: dict[str, Any]) -> bytes:
     parts = {
         "TITLE": html.escape(f"{data['head']['name']}: parallel plan"),
-        "STYLE": _source("page.css"),
+        "STYLE": page_style(),
         "DATA": embedded_json(data),
         "SCRIPT": "\n".join(map(_source, SCRIPTS)),
     }
     text = re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], _source("page.html"))
     return text.encode("utf-8", "xmlcharrefreplace")  # a name may be half of a surrogate pair
+
+
+def page_style() -> str:
+    """The style of the page: two themes, tables, cards."""
+    return _source("page.css")
 
 
 def embedded_json(data: Any) -> str:
