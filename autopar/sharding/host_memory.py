@@ -17,7 +17,14 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.spec import num_shards
 from autopar.ir.text import format_bytes
 from autopar.lower.planned_step import PlannedStep
-from autopar.methods import AutoParallel, ShardingOptions, ShardParallel, options_of
+from autopar.methods import (
+    AutoParallel,
+    CreateStateParallel,
+    FollowParallel,
+    ShardingOptions,
+    ShardParallel,
+    options_of,
+)
 from autopar.rewrite.host_cut import hostable_inputs, with_host_state
 from autopar.rewrite.step_source import StepSource
 from autopar.tracer.costs import aval_bytes
@@ -43,6 +50,8 @@ class HostWays:
 
 def plan_with_host_memory(ways: HostWays, error: MemoryBudgetError) -> PlannedStep:
     """The plan of a step that does not fit otherwise; `error` if it does not fit so either."""
+    if isinstance(ways.method, (CreateStateParallel, FollowParallel)):
+        raise error  # of the train step, which was planned in full
     reason = _why_not(ways)
     if reason is not None:
         raise error.having_tried({HOST_MEMORY: reason}) from error.__cause__
