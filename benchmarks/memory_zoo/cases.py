@@ -154,6 +154,21 @@ def models() -> tuple[str, ...]:
     return (*DEVELOPMENT, *HELD_OUT)
 
 
+BUDGET_SHARES = (0.6, 0.7, 0.8, 0.9)
+WITH_BUDGETS = ("gpt", "llama", "t5", "scanned llama", "unet", "bert", "vit", "mixer")
+
+
+def budget_cases() -> Iterator[tuple[Case, float]]:
+    """Plans to a budget, as a share of the peak that the same kind of plan has without one: on one
+    device and on eight, where recomputation, micro-batches and pipelines are searched, and in
+    pipelines of two stages."""
+    for share in BUDGET_SHARES:
+        for number, model in enumerate(WITH_BUDGETS):
+            kind = "mesh" if number % 2 == int(10 * share) % 2 else "one"
+            yield case_of(model, kind), share
+    yield from ((case_of(model, "stages"), 0.8) for model in WITH_STAGES)
+
+
 def case_of(model: str, kind: str) -> Case:
     return Case(model, kind, model in HELD_OUT)
 

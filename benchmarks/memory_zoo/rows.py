@@ -1,6 +1,7 @@
 """A case → a row: the peak that its plan predicts, and XLA's.
 
 python -m benchmarks.memory_zoo.rows MODEL KIND [no-compiling]     # prints the row as JSON
+python -m benchmarks.memory_zoo.rows MODEL KIND budget SHARE       # of a plan to a budget
 """
 
 from __future__ import annotations
@@ -49,6 +50,54 @@ def case_row(model: str, kind: str, compiles: bool) -> dict[str, Any]:
     return row
 
 
+def budget_in_a_process(model: str, kind: str, share: float, limit_s: float) -> dict[str, Any]:
+    """The row of a plan to a budget, or what went wrong."""
+    arguments = [model, kind, "budget", str(share)]
+    row = row_of_a_process("benchmarks.memory_zoo.rows", arguments, limit_s)
+    return {"model": model, "kind": kind, "share": share, **versions(), **row}
+
+
+def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:
+    """A plan to this share of the predicted peak of the plan without a budget, after the loop."""
+    from dataclasses import replace
+
+    import autopar
+    from benchmarks.memory_zoo.cases import NO_BUDGET_BYTES, case_of
+
+    case = case_of(model, kind)
+    step, arguments = case.step()
+    cluster = autopar.ClusterSpec(1, case.num_devices, "h100-sxm")
+    pipeline = case.method() if kind == "stages" else None
+    free = replace(
+        pipeline or case.method(),
+        options=autopar.ShardingOptions(memory_budget_bytes=NO_BUDGET_BYTES),
+    )
+    try:
+        plan = autopar.plan(step, *arguments, cluster=cluster, method=free)
+        budget = share * plan.estimated_peak_bytes
+        options = autopar.ShardingOptions(memory_budget_bytes=budget, host_memory="never")
+        method = replace(pipeline or autopar.AutoParallel(), options=options)
+        row = {"free_bytes": plan.estimated_peak_bytes, "budget_bytes": budget}
+        started = time.perf_counter()
+        plan = autopar.plan_verified(step, *arguments, cluster=cluster, method=method)
+    except autopar.MemoryBudgetError as error:
+        return {**row, "refused": without_folders(str(error))[:2000]}
+    except autopar.AutoparError as error:
+        return {"error": without_folders(f"{type(error).__name__}: {error}")}
+    found = plan.memory_found
+    return {
+        **row,
+        "stages": plan.num_stages,
+        "micro_batches": plan.num_micro_batches,
+        "remat_layers": len(plan.remat),
+        "predicted_bytes": plan.estimated_peak_bytes,
+        "xla_bytes": found.peak_bytes,
+        "within": found.peak_bytes <= budget,
+        "replanned": len(found.replanned),
+        "seconds": time.perf_counter() - started,
+    }
+
+
 def layouts_digest(plan: Any) -> str:
     """A hash of all that XLA's memory depends on: the program and its layouts. While it stays the
     same, a new prediction can be compared with an earlier figure of XLA."""
@@ -67,6 +116,9 @@ def layouts_digest(plan: Any) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")  # of other people's packages
     model, kind, *rest = sys.argv[1:]
+    if rest[:1] == ["budget"]:
+        print(json.dumps(budget_row(model, kind, float(rest[1]))))
+        return
     print(json.dumps(case_row(model, kind, compiles=not rest)))
 
 

@@ -28,6 +28,7 @@ from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
 MAX_PROCESSES = 2
 _LOG_LINES = 12
 _KILLED = -9
+_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 _CHILD = "autopar.measure.verify.child"
 
 
@@ -106,10 +107,19 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package,
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "XLA_FLAGS": _flags(os.environ.get("XLA_FLAGS", "")),
         "JAX_ENABLE_X64": "1" if jax.config.jax_enable_x64 else "0",  # type: ignore[attr-defined]
         "CUDA_VISIBLE_DEVICES": "",
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
     }
+
+
+def _flags(given: str) -> str:
+    """XLA's flags for compiling without a GPU. With one, XLA times its own kernels for products
+    against cuBLAS's, which mostly win; without one it takes its own, which need other memory."""
+    if _TRITON_PRODUCTS in given:
+        return given
+    return f"{given} --{_TRITON_PRODUCTS}=false".strip()
 
 
 def _result(job: CompileJob, folder: Path, code: int) -> ProgramCosts:

@@ -29,7 +29,7 @@ from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
 from autopar.methods import ParallelMethod, options_of
 from autopar.progress import Progress
-from autopar.sharding.refit import Refit, can_refit, with_correction
+from autopar.sharding.refit import Refit, can_refit, on_devices_only, with_correction
 from autopar.tracer.trace import DEFAULT_BATCH, StepOptions
 
 
@@ -64,6 +64,7 @@ def plan_verified(
             "AutoParallel() or ShardParallel(options=ShardingOptions(rerank=4)). For another, use "
             "autopar.plan(…) and autopar.verify(…, plan=plan)."
         )
+    method = on_devices_only(method, "GPUs that are absent") or method
     num = options_of(method).rerank
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentError(f"plan_verified(cluster={cluster!r}): needs an autopar.ClusterSpec.")

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from benchmarks.memory_zoo.cases import DEVELOPMENT, HELD_OUT, KINDS, all_cases, case_of
+from benchmarks.memory_zoo.__main__ import in_order, take_row
+from benchmarks.memory_zoo.cases import (
+    BUDGET_SHARES,
+    DEVELOPMENT,
+    HELD_OUT,
+    KINDS,
+    all_cases,
+    budget_cases,
+    case_of,
+)
 from benchmarks.memory_zoo.page import page, ratio
 from benchmarks.memory_zoo.rows import layouts_digest
 
@@ -51,6 +60,32 @@ def test_every_case_is_one_of_a_kind() -> None:
     assert {case.model for case in cases if case.held_out} == set(HELD_OUT)
     assert DEVELOPMENT.keys().isdisjoint(HELD_OUT)
     assert case_of("gpt", "one").num_devices == 1 and case_of("gpt", "mesh").num_devices == 8
+
+
+def test_plans_to_a_budget_are_of_every_share_and_kind() -> None:
+    cases = list(budget_cases())
+    assert len(cases) >= 30 and len(set(cases)) == len(cases)
+    assert {share for _, share in cases} == set(BUDGET_SHARES)
+    assert {case.kind for case, _ in cases} == {"mesh", "one", "stages"}
+
+
+def test_rows_come_in_the_order_of_the_cases() -> None:
+    first, second, *_ = all_cases()
+    rows: dict = {("former", "mesh"): {"model": "former"}}
+    take_row(rows, second, row("b", False, [1.0], [1.0]), predicts=False)
+    take_row(rows, first, row("a", False, [1.0], [1.0]), predicts=False)
+    assert [r["model"] for r in in_order(rows)] == ["a", "b", "former"]
+
+
+def test_a_new_prediction_keeps_xlas_figure_while_layouts_stay() -> None:
+    case = next(all_cases())
+    key = (case.model, case.kind)
+    known = {**row("a", False, [1.0], [2.0]), "layouts": "one"}
+    rows = {key: known}
+    take_row(rows, case, {"layouts": "one", "predicted_bytes": [3.0]}, predicts=True)
+    assert rows[key] == {**known, "predicted_bytes": [3.0]}
+    take_row(rows, case, {"layouts": "two", "predicted_bytes": [3.0]}, predicts=True)
+    assert key not in rows
 
 
 def test_equal_layouts_have_equal_digests() -> None:

@@ -69,6 +69,20 @@ def test_the_environment_is_that_of_a_machine_without_a_gpu(compiler, monkeypatc
     assert os.environ["JAX_PLATFORMS"] == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("", "--xla_gpu_enable_triton_gemm=false"),
+        ("--a=1", "--a=1 --xla_gpu_enable_triton_gemm=false"),
+        ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
+    ],
+)
+def test_products_are_those_of_a_library_as_on_a_gpu(compiler, monkeypatch, given, flags):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    compiler(f'test "$XLA_FLAGS" = "{flags}" || exit 7\n' + gives(RESULT))
+    assert compile_all([job()], 60)
+
+
 def test_at_most_two_at_a_time(compiler, tmp_path: Path):
     running = tmp_path / "running"
     running.mkdir()
