@@ -27,7 +27,7 @@ def test_a_layout_by_hand_does_its_part_of_the_products_and_autopar_is_no_slower
     for one in (ours, fsdp):
         assert one["judge"] == "schedule"
         assert one["step_ms"] == pytest.approx(one["compute_ms"] + one["exposed_ms"], rel=0.01)
-        assert 0 < one["exposed_ms"] <= one["communication_ms"] * 1.001
+        assert 0 <= one["exposed_ms"] <= one["communication_ms"] * 1.001
 
 
 def test_the_step_of_a_pipeline_is_longer_than_what_its_busiest_stage_does(compiling):
