@@ -45,7 +45,7 @@ def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]
             spec,
             role,
             str(len(members)),
-            number_runs(sorted({t.stages[0] for t in members})),
+            number_runs(sorted({s for t in members for s in t.holders()})),
         )
         for (_, array, spec, role), members in groups.items()
     ]

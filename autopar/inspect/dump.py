@@ -199,7 +199,7 @@ def _place(plan: ParallelPlan, kind: str, tensor: Tensor) -> dict[str, Any]:
     for entry, size in zip(tensor.layout, mesh_plan.mesh_shape, strict=True):
         if entry >= 0:
             parts[entry] *= size
-    shard = [size // n for size, n in zip(tensor.shape, parts, strict=True)]
+    shard = [size // n for size, n in zip(tensor.held_shape(), parts, strict=True)]
     itemsize = _itemsize(tensor.dtype)
     return {
         "path": tensor.path,

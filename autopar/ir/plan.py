@@ -70,6 +70,10 @@ class Tensor:
         """The stages that have it from the start: one, or those that have rows of it."""
         return self.stages[:1] if self.split is None else self.stages
 
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of what a stage has of it from the start."""
+        return self.shape if self.split is None else (self.split[0], *self.shape[1:])
+
     def rows(self) -> tuple[tuple[int, int] | None, ...]:
         """Per stage that has it from the start, its rows: (first, end); None for all."""
         if self.split is None:
@@ -477,14 +481,12 @@ def _check_tensor(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
     if any(size < 0 for size in tensor.shape):
         raise PLAN_FORMAT.malformed(where, f"{tensor.path} has the shape {tensor.shape}")
     mesh_shape = plan.mesh_plan(tensor).mesh_shape
-    shape = tensor.shape
     if tensor.split is not None:
         _check_split(plan, tensor, where)
-        shape = (tensor.split[0], *shape[1:])
     in_range = all(WHOLE <= entry < len(tensor.shape) for entry in tensor.layout)
     if len(tensor.layout) != len(mesh_shape) or not in_range:
         raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
-    if not fits(tensor.layout, shape, mesh_shape):
+    if not fits(tensor.layout, tensor.held_shape(), mesh_shape):
         raise PlanError(
             f"{where}: {tensor.path} {tensor.shape} is not divided evenly by its layout "
             f"{tensor.layout} on the mesh {mesh_shape}."

@@ -108,6 +108,9 @@ def test_each_stage_holds_its_own_rows(num_stages: int) -> None:
     whole = sum(x.nbytes for x in jax.tree.leaves(theirs)) - 4
     assert max(held) <= whole / num_stages and min(held) >= whole / num_stages / devices
     assert not plan.warnings
+    moments = [t for t in plan.inputs if t.path == "state['opt'][0].mu['w']"]
+    assert [t.held_shape() for t in moments] == [(rows[0], WIDTH, WIDTH)]
+    assert moments[0].holders() == tuple(range(num_stages))
     # Between the loop over micro-batches and the update nothing but the counter is sent.
     transfers = parallel.last_executable.pipeline.transfers
     once = [t for t in transfers if t.ref.micro_batch is None]

@@ -125,7 +125,7 @@ def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
 def held_bytes(tensor: Tensor, mesh_plan: ParallelPlan) -> float:
     """Bytes of an array on one device of its mesh."""
     shards = num_shards(tensor.layout, mesh_plan.mesh_shape)
-    return prod(tensor.shape) * _item_bytes(tensor.dtype) / shards
+    return prod(tensor.held_shape()) * _item_bytes(tensor.dtype) / shards
 
 
 def _item_bytes(dtype: str) -> int:
