@@ -188,6 +188,7 @@ OPTIONS = {
     "allow_all_to_all": False,
     "allow_replicated_parameters": False,
     "memory_budget_bytes": 1e9,
+    "host_memory": "never",
     "memory_correction": MemoryCorrection(1.1),
     "remat": "none",
     "rerank": 2,
