@@ -62,13 +62,14 @@ def solve_contracted(
     gap: float = 0.0,
     small: int = SMALL,
     rest_gap: float = 0.0,
+    cutoff: float = np.inf,
 ) -> IlpResult:
     """Solve a reduced problem. A solver other than HiGHS gets all of it, and so does HiGHS if it
     has at most `small` edge entries. Where contraction ends with a gap of at most `rest_gap`, the
-    rest is not solved."""
+    rest is not solved. Once nothing can cost less than the cutoff, any choice will do."""
     if solver != "highs" or problem.num_edge_entries <= small:
-        return solve_ilp(problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
-    search = _ContractSearch(problem, time.monotonic() + time_limit_s)
+        return solve_ilp(problem, solver=solver, time_limit_s=time_limit_s, gap=gap, cutoff=cutoff)
+    search = _ContractSearch(problem, time.monotonic() + time_limit_s, cutoff)
     rest = search.contract(gap, small)
     sizes = size_of(problem)
     if rest is None or search.is_proven(max(gap, rest_gap)):
@@ -76,7 +77,9 @@ def solve_contracted(
         check_feasible(best)
         return IlpResult(search.choice, best, min(search.bound, best), *sizes, True)
     left = max(search.deadline - time.monotonic(), 0.01)
-    result = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap, is_tried=True)
+    result = solve_ilp(
+        rest, solver=solver, time_limit_s=left, gap=gap, is_tried=True, cutoff=cutoff
+    )
     search.take(result.choice)
     check_feasible(search.best)
     lower = min(max(result.lower_bound, search.bound), search.best)
@@ -86,9 +89,9 @@ def solve_contracted(
 
 
 class _ContractSearch:
-    def __init__(self, problem: PairwiseProblem, deadline: float) -> None:
+    def __init__(self, problem: PairwiseProblem, deadline: float, cutoff: float = np.inf) -> None:
         self.problem = problem
-        self.deadline = deadline
+        self.deadline, self.cutoff = deadline, cutoff
         self.levels: list[_Level] = []
         self.choice: Choice = {}
         self.best = np.inf
@@ -141,6 +144,8 @@ class _ContractSearch:
     def is_proven(self, gap: float) -> bool:
         if self.best >= FORBIDDEN / 2:
             return False
+        if self.bound >= self.cutoff:
+            return True
         if self.best - self.bound > max(gap, _ROUNDING) * abs(self.best):
             return False
         if self.best - self.bound <= _ROUNDING * abs(self.best):

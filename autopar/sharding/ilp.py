@@ -99,9 +99,11 @@ def solve_ilp(
     time_limit_s: float = 60.0,
     gap: float = 0.0,
     is_tried: bool = False,
+    cutoff: float = np.inf,
 ) -> IlpResult:
     """Solve a reduced problem. A solution proven within the ratio `gap` of the optimum is good
-    enough. `is_tried`: message passing was tried before and did not suffice."""
+    enough, and any once nothing can cost less than the cutoff. `is_tried`: message passing was
+    tried before and did not suffice."""
     if not problem.costs:
         check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
@@ -110,9 +112,13 @@ def solve_ilp(
         objective = problem.objective(descent.choice)
         if objective < FORBIDDEN / 2 and _is_proven(objective, descent.lower_bound):
             return IlpResult(descent.choice, objective, objective, *size_of(problem), True)
+        if objective < FORBIDDEN / 2 and descent.lower_bound >= cutoff:
+            bound = descent.lower_bound
+            return IlpResult(descent.choice, objective, bound, *size_of(problem), False)
     model = _model(problem)
     if solver == "highs":
-        solution, bound, integral = _solve_with_highs(model, time_limit_s, gap)
+        cutoff = (cutoff - problem.constant) * model.scale
+        solution, bound, integral = _solve_with_highs(model, time_limit_s, gap, cutoff)
     else:
         solution, bound, integral = _solve_with_pulp(model, solver, time_limit_s)
     choice = None
@@ -411,25 +417,25 @@ def _highs(model: _Model) -> highspy.Highs:
 
 
 def _solve_with_highs(
-    model: _Model, time_limit_s: float, gap: float = 0.0
+    model: _Model, time_limit_s: float, gap: float = 0.0, cutoff: float = np.inf
 ) -> tuple[np.ndarray | None, float, bool]:
     """(the best solution found or None, a lower bound, whether the relaxation was integral)."""
     highs = _highs(model)
     if not debugs("solver"):
-        return _branched(highs, model, time_limit_s, gap)
+        return _branched(highs, model, time_limit_s, gap, cutoff)
     with TemporaryDirectory() as folder:
         log = Path(folder) / "highs.log"
         highs.setOptionValue("log_to_console", False)
         highs.setOptionValue("output_flag", True)
         highs.setOptionValue("log_file", str(log))
-        result = _branched(highs, model, time_limit_s, gap)
+        result = _branched(highs, model, time_limit_s, gap, cutoff)
         highs.setOptionValue("log_file", "")
         tell("solver", log.read_text().rstrip() if log.exists() else "")
     return result
 
 
 def _branched(
-    highs: highspy.Highs, model: _Model, time_limit_s: float, gap: float
+    highs: highspy.Highs, model: _Model, time_limit_s: float, gap: float, cutoff: float
 ) -> tuple[np.ndarray | None, float, bool]:
     started = time.monotonic()
     # Presolve costs more than it saves on these relaxations; branching turns it on again.
@@ -447,6 +453,8 @@ def _branched(
         nodes = relaxed[: model.num_node_vars]
         if np.all(np.minimum(nodes, 1 - nodes) < _INTEGRAL):
             return relaxed, relaxed_bound, True
+        if relaxed_bound >= cutoff:
+            return None, relaxed_bound, False
     near: np.ndarray | None = None
     if relaxed is not None:
         near = _on_support(model, relaxed, max(1.0, _SUPPORT_SHARE * time_limit_s))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 from autopar.errors import AutoparError, MemoryBudgetError, MeshError, SolverError, SpecError
@@ -44,12 +45,20 @@ from autopar.sharding.memory_budget import Miss, corrected, memory_budget, out_o
 from autopar.sharding.memory_limits import memory_floor
 from autopar.sharding.origin import GraphChange, Origin, Pins, bound_origin, constraints_with_pins
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
-from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
+from autopar.sharding.problem import FoldedGraph
+from autopar.sharding.solve import (
+    DoesNotFit,
+    GraphSharding,
+    fit_into_memory,
+    fold_graph,
+    solve_graph,
+)
 from autopar.sharding.tried import with_failures
 from autopar.tracer.build import build_graph
 
 # Share of the time left in which all meshes should be solved without a budget.
 _SOLVING = 0.5
+_SAME = 1e-6  # a mesh that could gain no more than this is not solved to the end
 # Share of a step's flops that may run replicated because autopar failed to find rules.
 MOST_UNRULED = 0.1
 
@@ -96,6 +105,10 @@ class MeshProblem:
     graph: Graph
     meshes: list[LogicalMesh]
     warnings: tuple[str, ...]
+
+    @cached_property
+    def folded(self) -> FoldedGraph:
+        return fold_graph(self.graph, fold=options_of(self.task.method).fold_layers)
 
 
 @dataclass(frozen=True)
@@ -286,6 +299,7 @@ def _solved_meshes(
     task, graph = problem.task, problem.graph
     known = {} if task.known is None else task.known
     shardings: list[GraphSharding] = []
+    best = inf
     took_s = 0.0
     with Progress("solving meshes", len(meshes)) as progress:
         for number, mesh in enumerate(meshes):
@@ -300,8 +314,11 @@ def _solved_meshes(
                     refusals[mesh] = MemoryBudgetError(text, floor, budget)
                     continue
                 if mesh not in known:
-                    known[mesh] = _sharding_on(mesh, problem, deadline, len(meshes) - number)
+                    cutoff = (1 - _SAME) * best
+                    left = len(meshes) - number
+                    known[mesh] = _sharding_on(mesh, problem, deadline, left, cutoff)
                 shardings.append(known[mesh].of_graph(graph))
+                best = min(best, shardings[-1].objective)
             except (MeshError, SolverError, SpecError) as error:
                 refusals[mesh] = error
             except Exception as error:
@@ -329,9 +346,14 @@ def _refusal(refusals: Mapping[LogicalMesh, AutoparError]) -> AutoparError:
 
 
 def _sharding_on(
-    mesh: LogicalMesh, problem: MeshProblem, deadline: Deadline, num_left: int
+    mesh: LogicalMesh,
+    problem: MeshProblem,
+    deadline: Deadline,
+    num_left: int = 1,
+    cutoff: float = inf,
 ) -> GraphSharding:
-    """`num_left`: the meshes that still have to be solved, with this one."""
+    """`num_left`: the meshes that still have to be solved, with this one; `cutoff`: once nothing
+    can cost less, any solution will do."""
     method, options = problem.task.method, options_of(problem.task.method)
     allowed, keep = solver_constraints(
         problem.graph, problem.step, mesh, method, problem.constraints
@@ -343,7 +365,8 @@ def _sharding_on(
         keep=keep,
         solver=options.solver,
         time_limit_s=deadline.seconds(options.solver_time_limit_s, max(0.5, 0.9 / num_left)),
-        fold=options.fold_layers,
+        folded=problem.folded,
+        cutoff=cutoff,
     )
 
 
@@ -361,15 +384,18 @@ def _best_within_memory(
     best: GraphSharding | None = None
     misses: list[Miss] = []
     took_s, cutoff = 0.0, problem.task.cutoff
-    for sharding in sorted(shardings, key=lambda sharding: sharding.objective):
-        if (best is not None or misses) and sharding.objective >= cutoff:
+    # Of two that may cost the same, the one that is known to comes first.
+    for sharding in sorted(shardings, key=lambda s: s.floor * (1 + 2 * _SAME * s.is_rough)):
+        if (best is not None or misses) and sharding.floor >= cutoff:
             break
-        if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.objective:
+        if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.floor:
             break
         if best is not None and not log.deadline.allows(took_s):
             log.deadline.cut("meshes that memory makes slower")
             break
         started = time.monotonic()
+        if sharding.is_rough:  # what was better does not fit
+            sharding = _sharding_on(sharding.mesh, problem, log.deadline)
         budget = memory_budget(sharding.mesh, method)
         if budget is not None:
             try:

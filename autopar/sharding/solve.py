@@ -61,6 +61,7 @@ class GraphSharding:
     lower_bound: float
     stats: SolveStats
     refetch: bool = False
+    is_rough: bool = False  # solved only until nothing could cost less than a cutoff
     unbounded: tuple[float, float] | None = None  # (objective, peak bytes) without a budget
     price_per_byte: float = 0.0  # of the memory budget, if it binds
 
@@ -93,6 +94,11 @@ class GraphSharding:
         return tuple((s.operands, s.results) for s in self.strategies)
 
     @property
+    def floor(self) -> float:
+        """What it costs; no more than that if it is rough."""
+        return self.lower_bound if self.is_rough else self.objective
+
+    @property
     def gap(self) -> float:
         """(objective − proven lower bound) / objective; 0 is proven optimal."""
         if self.objective <= 0:
@@ -115,6 +121,7 @@ def solve_graph(
     contract: bool = True,
     small: int = SMALL,
     rest_gap: float = 0.0,
+    cutoff: float = inf,
 ) -> GraphSharding:
     """pins:     value -> the layout that its producer must give it.
     allowed:  value -> the layouts that its producer may give it.
@@ -123,6 +130,7 @@ def solve_graph(
     contract: False solves the reduced problem as an integer programme directly.
     small:    edge entries up to which that is done in any case.
     rest_gap: good enough to leave out the integer programme after contraction.
+    cutoff:   once nothing can cost less, any solution will do.
     """
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
@@ -136,7 +144,9 @@ def solve_graph(
     clock.lap("reduce")
     core_nodes = len(reduction.problem.costs)
     solve = partial(solve_contracted, small=small, rest_gap=rest_gap) if contract else solve_ilp
-    result = solve(reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
+    result = solve(
+        reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap, cutoff=cutoff
+    )
     clock.lap("solve")
     choice = reduction.restore(result.choice)
     stats = SolveStats(
@@ -149,7 +159,10 @@ def solve_graph(
         relaxation_integral=result.relaxation_integral,
         seconds=seconds,
     )
-    sharding = GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
+    is_rough = cutoff <= result.lower_bound < result.objective
+    sharding = GraphSharding(
+        problem, choice, result.objective, result.lower_bound, stats, is_rough=is_rough
+    )
     if debugs("solver"):
         tell("solver", _solver_text(sharding))
     return sharding

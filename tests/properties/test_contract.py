@@ -37,6 +37,23 @@ def test_contracted_is_the_optimum(problem: PairwiseProblem) -> None:
 
 
 @settings(deadline=None, max_examples=60)
+@given(problems(), st.floats(0.0, 2.0), st.sampled_from([0, contract.SMALL]))
+def test_below_a_cutoff_it_is_the_optimum(
+    problem: PairwiseProblem, share: float, small: int
+) -> None:
+    """At or above it, the choice is any, and the bound is still one."""
+    best = brute_force(problem)
+    result = solve_contracted(copy.deepcopy(problem), small=small, cutoff=share * best)
+    scale = max(abs(best), 1e-18)
+    assert result.objective == pytest.approx(problem.objective(result.choice))
+    assert result.lower_bound <= best + 1e-7 * scale <= result.objective + 2e-7 * scale
+    if best < share * best:
+        assert result.objective == pytest.approx(best, abs=1e-7 * scale)
+    elif result.objective > best + 1e-7 * scale:
+        assert result.lower_bound >= share * best
+
+
+@settings(deadline=None, max_examples=60)
 @given(problems(), st.integers(1, 4))
 def test_moved_costs_leave_every_choice_what_it_cost(problem: PairwiseProblem, passes: int) -> None:
     """The bound is below the optimum, and so is the bound of every strategy that is in one."""

@@ -15,9 +15,11 @@ from autopar.ir.failures import Failure
 from autopar.ir.graph import Graph, Unruled
 from autopar.methods import ShardParallel
 from autopar.sharding import plan_mesh
+from autopar.sharding.budget import GOOD_GAP
 from autopar.sharding.plan_mesh import ShardingTask, peak_floor
 from autopar.sharding.planning_log import PlanningLog
 from autopar.tracer.trace_step import trace_step
+from examples.models import build
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 CLUSTER = autopar.ClusterSpec(1, 4, "a100-sxm")
@@ -70,3 +72,23 @@ def test_no_plan_is_below_the_floor() -> None:
     except autopar.MemoryBudgetError as error:
         peak = error.peak_bytes
     assert peak >= floor
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+def test_meshes_that_were_not_solved_to_the_end_are_solved_when_they_matter(
+    share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a budget that the best mesh does not keep: the plan is the same, however
+    early meshes are given up."""
+    example = build("gpt-tiny")
+    step = example.train_step, example.abstract_state(), example.abstract_batch()
+    free = autopar.plan(*step, cluster=CLUSTER, method=ShardParallel())
+    budget = None if share is None else int(share * free.estimated_peak_bytes)
+    options = autopar.ShardingOptions(memory_budget_bytes=budget, remat="none")
+    plans = []
+    for same in (plan_mesh._SAME, 1.0):  # every mesh but the first is given up at once
+        monkeypatch.setattr(plan_mesh, "_SAME", same)
+        plans.append(autopar.plan(*step, cluster=CLUSTER, method=ShardParallel(options=options)))
+    exact, rough = plans
+    assert rough.estimated_step_s == pytest.approx(exact.estimated_step_s, rel=GOOD_GAP)
+    assert rough.solver.gap == pytest.approx(exact.solver.gap, abs=GOOD_GAP)
