@@ -26,7 +26,10 @@ def run_plan(arguments: Namespace) -> int:
     check_target(arguments.save, "--save")
     check_target(arguments.report, "--report")
     request = replace(
-        request_of(arguments), micro_batches=arguments.micro_batches, budget=arguments.budget
+        request_of(arguments),
+        micro_batches=arguments.micro_batches,
+        budget=arguments.budget,
+        verify=arguments.verify,
     )
     if arguments.batch is not None:
         request = request.with_option("batch", arguments.batch)

@@ -19,12 +19,13 @@ from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, FactoryError, near_names, shortened
 from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.plan import ParallelPlan
-from autopar.sharding.refit import with_correction
+from autopar.sharding.refit import on_devices_only, with_correction
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """As on the command line. `options`: of the factory; `devices`: instead of the cluster's."""
+    """As on the command line. `options`: of the factory; `devices`: instead of the cluster's;
+    `verify`: the plan will be compiled for absent GPUs."""
 
     factory: str
     cluster: str
@@ -39,6 +40,7 @@ class PlanRequest:
     remat: str | None = None
     batch_argnums: tuple[int, ...] | None = None
     devices: int | None = None
+    verify: bool = False
 
     def with_option(self, name: str, value: Any) -> PlanRequest:
         return replace(self, options=tuple({**dict(self.options), name: value}.items()))
@@ -101,6 +103,8 @@ def make_plan(
     method = method_of(request, target, parallelized and parallelized.method)
     if not isinstance(method, ParallelPlan):
         method = with_correction(method, correction)
+        if request.verify:
+            method = on_devices_only(method, "GPUs that are absent")
     loaded_at = time.perf_counter()
     batch = {} if request.batch_argnums is None else {"batch_argnums": request.batch_argnums}
     if request.batch_argnums is not None and parallelized is not None:
