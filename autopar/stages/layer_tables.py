@@ -54,7 +54,7 @@ from autopar.sharding.problem import (
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_graph
 
-Choice = Mapping[int, int]  # class -> strategy
+Choice = dict[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
 _FEW_STAGES = 8  # that a pipeline has which is soon solved
