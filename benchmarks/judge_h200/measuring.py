@@ -155,6 +155,8 @@ def _profile(one: Compiled) -> bytes:
     state, _ = jax.block_until_ready(one.step(state, *batch))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = False  # the program is there already
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(one.step(state, *batch))
