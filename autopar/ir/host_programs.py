@@ -34,11 +34,13 @@ class HostPrograms:
     """programs: in the order in which they run.
     slots:    type and place of every slot.
     outputs:  the slot of every result.
+    on_host:  the slots in host memory.
     """
 
     programs: tuple[HostProgram, ...]
     slots: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[int, ...]
+    on_host: frozenset[int]
 
     def is_on_host(self, slot: int) -> bool:
-        return self.slots[slot].sharding.memory_kind == HOST_KIND
+        return slot in self.on_host

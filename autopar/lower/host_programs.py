@@ -43,6 +43,7 @@ class _Lowering:
         self.slot_of: dict[int, int] = {}  # value on the device -> slot
         self.host_slot: dict[int, int] = {}  # input in host memory -> slot
         self.outputs: dict[int, int] = {}  # result -> slot
+        self.on_host: set[int] = set()  # slots
         self.programs: list[HostProgram] = []
 
     def _layouts(self) -> dict[int, Layout | None]:
@@ -63,6 +64,7 @@ class _Lowering:
             if index in self.hosted:
                 sharding = self._spec_sharding(tensor, HOST_KIND)
                 self.host_slot[index] = self._new_slot(aval.shape, aval, sharding)
+                self.on_host.add(self.host_slot[index])
             else:
                 sharding = self._spec_sharding(tensor, None)
                 self.slot_of[value] = self._new_slot(aval.shape, aval, sharding)
@@ -77,6 +79,7 @@ class _Lowering:
             tuple(self._with_used_up()),
             tuple(self.slots),
             tuple(self.outputs[o] for o in range(len(self.program.outputs))),
+            frozenset(self.on_host),
         )
 
     # -- slots
@@ -115,6 +118,8 @@ class _Lowering:
         aval, tensor = self.step.out_avals[output], self.plan.outputs[output]
         sharding = self._spec_sharding(tensor, HOST_KIND if is_hosted else None)
         self.outputs[output] = self._new_slot(aval.shape, aval, sharding)
+        if is_hosted:
+            self.on_host.add(self.outputs[output])
         return self.outputs[output]
 
     # -- programs
