@@ -14,6 +14,10 @@ import optax
 import pytest
 
 import autopar
+from autopar.compiler import plan_step
+from autopar.errors import PlanError
+from autopar.executables import make_remote_executable
+from autopar.tracer.trace import StepOptions
 from tests.equivalence.pipelines import WIDTH, assert_equal, batch_of, check, own_buffers
 
 NUM_LAYERS = 4
@@ -150,6 +154,23 @@ def test_optimizers(name: str) -> None:
 def test_stages_that_differ_keep_stacks_whole() -> None:
     plan = trained(optax.adam(1e-2), stacked(3), 2)
     assert not splits(plan)
+
+
+def test_workers_keep_stacks_whole() -> None:
+    """They hold an array on one mesh: in a session of theirs nothing is split, and a plan that
+    splits is refused."""
+    optimizer = optax.sgd(0.1)
+    step, state = step_of(optimizer), state_of(optimizer, stacked())
+    cluster = autopar.ClusterSpec(1, 8, "cpu")
+    arguments = {"cluster": cluster, "method": pipeline(2)}
+    options = StepOptions(whole_stacks=True)
+    planned = plan_step(step, (state, batch_of(0)), {}, options=options, **arguments)
+    assert not splits(planned.plan)
+    planned = plan_step(step, (state, batch_of(0)), {}, **arguments)
+    assert splits(planned.plan)
+    remote: Any = None
+    with pytest.raises(PlanError, match="stacked over layers"):
+        make_remote_executable(planned, remote)
 
 
 @pytest.mark.ci
