@@ -47,7 +47,8 @@ def run_training(
     state:            the initial state; of no use but its types if the folder has a checkpoint.
     batches:          one per step: an iterable, a loader that saves its position, or a function
                       from the number of the first batch to an iterable (docs/training.md).
-    checkpoint_dir:   the folder of checkpoints, which all hosts must see.
+    checkpoint_dir:   the folder of checkpoints, which all hosts must see, or a URL in an object
+                      store.
     max_restarts:     how many `WorkerError`s in a row to survive without a new checkpoint.
     restart_policy:   how long to wait for nodes, whether fewer will do, and more.
     checkpoint_every: steps between checkpoints, which are written in the background: what a lost

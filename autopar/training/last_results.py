@@ -7,20 +7,19 @@ numbers in dicts, lists and tuples are not kept.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar.ir.files import read_limited, write_whole
 from autopar.progress import LOGGER
+from autopar.runtime.checkpoints.objects import Location, read_limited, write_whole
 
 FILE = "last_results.json"
 _MOST_BYTES = 1 << 20
 
 
-def write_last_results(directory: Path, step: int, results: Any) -> None:
+def write_last_results(directory: Location, step: int, results: Any) -> None:
     """Keep them with the number of the step."""
     plain = _plain(results)
     if plain is not None:
@@ -29,7 +28,7 @@ def write_last_results(directory: Path, step: int, results: Any) -> None:
             write_whole(directory / FILE, text)
 
 
-def finished_results(directory: Path, done: int, num_steps: int | None) -> Any:
+def finished_results(directory: Location, done: int, num_steps: int | None) -> Any:
     """Says that an earlier run has done all steps; returns the results of the last one."""
     LOGGER.warning(
         "run_training: the run in %s is finished: its %d steps are done%s. The state is that of "
@@ -43,7 +42,7 @@ def finished_results(directory: Path, done: int, num_steps: int | None) -> Any:
     return read_last_results(directory, done)
 
 
-def read_last_results(directory: Path, step: int) -> Any:
+def read_last_results(directory: Location, step: int) -> Any:
     """Those of this step; None if they are not there."""
     try:
         found = json.loads(read_limited(directory / FILE, _MOST_BYTES))

@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from autopar.runtime.checkpoints.controllers import is_first_process, num_proces
 from autopar.runtime.checkpoints.find import checkpoint_metadata, checkpoint_steps, latest_step
 from autopar.runtime.checkpoints.folders import set_aside
 from autopar.runtime.checkpoints.leaves import canonical
+from autopar.runtime.checkpoints.objects import Location, UnreachableStoreError
 from autopar.runtime.checkpoints.restore import OtherModelError
 from autopar.runtime.checkpoints.save import (
     CheckpointSave,
@@ -52,18 +52,20 @@ from autopar.training.restore import restore_step
 TRAINING = "training"
 
 
-def saved_by_training(directory: Path, step: int) -> dict[str, Any]:
+def saved_by_training(directory: Location, step: int) -> dict[str, Any]:
     """What `run_training` saved with a checkpoint; empty for those of others."""
     saved = checkpoint_metadata(directory, step).get(TRAINING, {})
     return saved if isinstance(saved, dict) else {}
 
 
-def metrics_of(directory: Path) -> dict[int, float]:
+def metrics_of(directory: Location) -> dict[int, float]:
     """The metrics of the checkpoints in a folder; damaged ones have none."""
     metrics = {}
     for step in checkpoint_steps(directory):
         try:
             value = saved_by_training(directory, step).get("metric")
+        except UnreachableStoreError:
+            raise
         except CheckpointError:
             continue
         if isinstance(value, (int, float)):
@@ -81,7 +83,7 @@ class Training:
         self,
         step: Callable[..., Any],
         state: Any,
-        directory: Path,
+        directory: Location,
         keeping: Keeping,
         on_step: Callable[[int, Any], None] | None,
         meter: Meter,
@@ -126,7 +128,7 @@ class Training:
             try:
                 self._restore(newest, source)
                 return
-            except OtherModelError:
+            except (OtherModelError, UnreachableStoreError):
                 raise
             except (CheckpointError, PlanError) as error:
                 if isinstance(error, PlanError) and num_processes() == 1:

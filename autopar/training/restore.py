@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +25,13 @@ from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.lower.lower_step import check_devices
 from autopar.progress import LOGGER
 from autopar.runtime.checkpoints.controllers import num_processes
-from autopar.runtime.checkpoints.find import FoundCheckpoint, checkpoint_steps, find_checkpoint
+from autopar.runtime.checkpoints.find import (
+    FoundCheckpoint,
+    FoundOrbax,
+    checkpoint_steps,
+    find_checkpoint,
+)
+from autopar.runtime.checkpoints.objects import Location, ObjectPath, UnreachableStoreError
 from autopar.runtime.checkpoints.orbax import OrbaxSource
 from autopar.runtime.checkpoints.restore import (
     OtherModelError,
@@ -41,10 +46,12 @@ from autopar.runtime.remote.save import input_places
 from autopar.runtime.stacks import stacked_sharding
 
 
-def restore_checkpoint(directory: str | Path, target: Any = None, step: int | None = None) -> Any:
+def restore_checkpoint(
+    directory: str | Location, target: Any = None, step: int | None = None
+) -> Any:
     """Read the checkpoint of `step`, or the newest, from a folder.
 
-    directory: the folder of checkpoints.
+    directory: the folder of checkpoints, or a URL in an object store.
     target:    decides how the state comes back.
                A parallelized function that was called or planned, or a plan: as that argument, in
                the plan's shardings, whatever plan and devices it was saved from; as a tuple if it
@@ -63,7 +70,7 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
     return _restored(find_checkpoint(directory, step), target)
 
 
-def restore_newest(directory: str | Path, target: Any) -> tuple[int, Any, tuple[int, ...]]:
+def restore_newest(directory: str | Location, target: Any) -> tuple[int, Any, tuple[int, ...]]:
     """(step, state) of the newest checkpoint that is in order, and the steps of damaged ones that
     are newer. Every damaged one is an error in the log and a warning."""
     damaged: list[int] = []
@@ -71,7 +78,7 @@ def restore_newest(directory: str | Path, target: Any) -> tuple[int, Any, tuple[
     for step in reversed(checkpoint_steps(directory)):
         try:
             return step, _restored_by_all(find_checkpoint(directory, step), target), tuple(damaged)
-        except OtherModelError:
+        except (OtherModelError, UnreachableStoreError):
             raise
         except (CheckpointError, PlanError) as error:
             text = f"THE CHECKPOINT OF STEP {step} IS DAMAGED and is left out: {error}"
@@ -86,28 +93,49 @@ def restore_newest(directory: str | Path, target: Any) -> tuple[int, Any, tuple[
     ) from first
 
 
-def restore_step(directory: Path, target: Any, step: int) -> Any:
+def restore_step(directory: Location, target: Any, step: int) -> Any:
     """The state of one checkpoint, if all processes can read their parts."""
     return _restored_by_all(find_checkpoint(directory, step), target)
 
 
-def _restored_by_all(checkpoint: FoundCheckpoint, target: Any) -> Any:
+def _restored_by_all(checkpoint: FoundCheckpoint | FoundOrbax, target: Any) -> Any:
     """The state, if all processes can read their parts."""
     if num_processes() == 1:
         return _restored(checkpoint, target)
     result: list[Any] = []
+    unreachable: list[UnreachableStoreError] = []
 
     def restore() -> dict[str, Any]:
-        result.append(_restored(checkpoint, target))
+        try:
+            result.append(_restored(checkpoint, target))
+        except UnreachableStoreError as error:  # says nothing about the checkpoint
+            unreachable.append(error)
         return {}
 
     name = f"restoring {checkpoint.path}"
     Consensus(name).agree("reading", restore, planning_limit_s())
+    if isinstance(checkpoint.path, ObjectPath):
+        _reached_by_all(name, unreachable)
     return result[0]
 
 
-def _restored(checkpoint: FoundCheckpoint, target: Any) -> Any:
-    source = OrbaxSource(checkpoint.path) if checkpoint.is_orbax else OwnSource(checkpoint.path)
+def _reached_by_all(name: str, unreachable: Sequence[UnreachableStoreError]) -> None:
+    """Raises in all processes if one of them could not reach the store."""
+    try:
+        Consensus(name).agree("store", lambda: {"reached": not unreachable}, planning_limit_s())
+    except PlanError as error:
+        raise UnreachableStoreError(f"{name}: not every process reached the store: {error}") from (
+            unreachable[0] if unreachable else error
+        )
+    if unreachable:
+        raise unreachable[0]
+
+
+def _restored(checkpoint: FoundCheckpoint | FoundOrbax, target: Any) -> Any:
+    if isinstance(checkpoint, FoundOrbax):
+        source = OrbaxSource(checkpoint.path)
+    else:
+        source = OwnSource(checkpoint.path)
     if target is None:
         return restore_nested(source)
     if not isinstance(target, (ParallelFunction, ParallelPlan)):

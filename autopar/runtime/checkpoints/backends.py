@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from autopar.runtime.checkpoints.format import SCALARS, Entry, Manifest
+from autopar.runtime.checkpoints.objects import Location
 from autopar.runtime.checkpoints.read import read_arrays, read_numpy
 from autopar.runtime.checkpoints.write import own_parts, snapshot, write_parts
 
 
 class Backend(Protocol):
     def save_leaves(
-        self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
+        self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
         """A function that writes these leaves into the folder and returns their entries. It is
         called once, now or in the background. In the background, the leaves may be donated or
@@ -29,7 +29,7 @@ class Backend(Protocol):
         ...
 
     def restore_leaves(
-        self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+        self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
         """The named leaves at the wanted places, whose shapes and types are those of the
         manifest."""
@@ -64,7 +64,7 @@ class LocalBackend:
     """Arrays of JAX and numpy, and Python numbers, of this process."""
 
     def save_leaves(
-        self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
+        self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
         process = jax.process_index() if jax.distributed.is_initialized() else 0
         # Leaves that are not JAX arrays should be the same in every process; the first writes them.
@@ -73,7 +73,7 @@ class LocalBackend:
         return lambda: write_parts(folder, f"process_{process:05d}", parts)
 
     def restore_leaves(
-        self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+        self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
         on_devices = [pair for pair in wanted if isinstance(pair[1], jax.ShapeDtypeStruct)]
         arrays = iter(read_arrays(folder, manifest, on_devices))

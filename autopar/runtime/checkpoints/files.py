@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoints.objects import Location, ObjectPath
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
@@ -39,7 +42,41 @@ def close_synced(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
+class NewFile(Protocol):
+    """A file or object that is being written; durable after `finish`."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A new file of a file system."""
+
+    descriptor: int
+
+    def write(self, data: bytes | memoryview) -> None:
+        write_all(self.descriptor, data)
+
+    def finish(self) -> None:
+        close_synced(self.descriptor)
+
+    def abandon(self) -> None:
+        """What is left is removed with its folder."""
+        close(self.descriptor)
+
+
+def new_file(path: Location) -> NewFile:
+    return path.upload() if isinstance(path, ObjectPath) else LocalFile(create_file(path))
+
+
+def write_file(path: Location, data: bytes) -> None:
+    if isinstance(path, ObjectPath):
+        path.write(data)
+        return
     descriptor = create_file(path)
     try:
         write_all(descriptor, data)
@@ -61,8 +98,10 @@ def make_folders(path: Path) -> None:
         sync_folder(one.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes new and renamed entries of a folder durable."""
+def sync_folder(path: Location) -> None:
+    """Makes new and renamed entries of a folder durable; objects are so at once."""
+    if isinstance(path, ObjectPath):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -105,8 +144,11 @@ def replace(new: Path, old: Path, aside: Path) -> Path:
     return aside
 
 
-def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content; missing files are fine."""
+def remove(path: Location) -> None:
+    """Remove a file, an object, or a folder with its content; missing files are fine."""
+    if isinstance(path, ObjectPath):
+        path.remove()
+        return
     try:
         if path.is_dir() and not path.is_symlink():
             for name in os.listdir(path):

@@ -9,6 +9,8 @@ A checkpoint that replaces another one exchanges its name with it, in one operat
 system. Where there is none, the old one is set aside for a moment; after a crash in that moment,
 whoever looks for checkpoints next gives it its name back.
 
+Object stores have neither renames nor locks: `object_folders` does this there.
+
 The lock tells a leftover from a save in progress: the kernel releases the lock of a process that
 dies, on any host. On file systems without locks, leftovers are removed after a day.
 """
@@ -25,39 +27,60 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoints import files
-from autopar.runtime.checkpoints.format import MANIFEST
+from autopar.runtime.checkpoints import files, object_folders
+from autopar.runtime.checkpoints.format import MANIFEST, step_name, step_of
+from autopar.runtime.checkpoints.objects import Location, ObjectPath
 
-_STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|lock|old)-([0-9a-f]+)")
 _STALE_S = 24 * 3600.0
 
 
-def step_folder(directory: Path, step: int) -> Path:
-    return directory / f"step_{step:08d}"
+class AnyDraft(Protocol):
+    """A checkpoint that is being written, in a file system or an object store."""
+
+    @property
+    def path(self) -> Location: ...
+
+    def written(self, name: str) -> Location: ...
+
+    def commit(self, manifest: str) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
-def own_steps(directory: Path) -> list[int]:
+def step_folder(directory: Location, step: int) -> Location:
+    return directory / step_name(step)
+
+
+def is_taken(final: Location) -> bool:
+    """Whether there is something that a new checkpoint of this name would replace."""
+    return (final / MANIFEST).is_file() if isinstance(final, ObjectPath) else final.exists()
+
+
+def own_steps(directory: Location) -> list[int]:
     """Steps of the complete checkpoints in a folder, in order; empty without such a folder."""
+    if isinstance(directory, ObjectPath):
+        return object_folders.own_steps(directory)
     steps = []
     names = _names(directory)
     if any((match := _HIDDEN.fullmatch(name)) and match[2] == "old" for name in names):
         _restore_set_aside(directory)
         names = _names(directory)
     for name in names:
-        match = _STEP.fullmatch(name)
-        if not match or not (directory / name / MANIFEST).is_file():
-            continue
-        if step_folder(directory, int(match[1])).name == name:
-            steps.append(int(match[1]))
+        step = step_of(name)
+        if step is not None and (directory / name / MANIFEST).is_file():
+            steps.append(step)
     return sorted(steps)
 
 
-def unfinished(directory: Path, step: int) -> bool:
+def unfinished(directory: Location, step: int) -> bool:
     """Whether a save of this step was begun and is not finished."""
-    wanted = step_folder(directory, step).name
+    if isinstance(directory, ObjectPath):
+        return object_folders.unfinished(directory, step)
+    wanted = step_name(step)
     hidden = (_HIDDEN.fullmatch(name) for name in _names(directory))
     return (directory / wanted).is_dir() or any(m and m[1] == wanted for m in hidden)
 
@@ -85,6 +108,10 @@ class Draft:
     replaces: bool
     _lock_path: Path
     _lock: int
+
+    def written(self, name: str) -> Path:
+        """A data file by its name in the manifest."""
+        return self.path / name
 
     def commit(self, manifest: str) -> None:
         """Write the manifest, after all data files are synced, and give the folder its name."""
@@ -121,11 +148,13 @@ class Draft:
             os.close(self._lock)
 
 
-def begin(directory: Path, step: int, replaces: bool = False) -> Draft:
+def begin(directory: Location, step: int, replaces: bool = False) -> AnyDraft:
     """A new folder to write a checkpoint into; what crashed saves left is removed."""
+    if isinstance(directory, ObjectPath):
+        return object_folders.begin(directory, step, replaces)
     files.make_folders(directory)
     remove_leftovers(directory)
-    final = step_folder(directory, step)
+    final = directory / step_name(step)
     while True:
         identity = secrets.token_hex(6)
         lock_path = directory / f".{final.name}.lock-{identity}"
@@ -205,17 +234,22 @@ def all_but_newest(steps: list[int], keep: int) -> list[int]:
     return steps[:-keep]
 
 
-def delete(directory: Path, step: int) -> None:
+def delete(directory: Location, step: int) -> None:
     """Delete a checkpoint; it is never visible in part."""
-    path = step_folder(directory, step)
+    if isinstance(directory, ObjectPath):
+        object_folders.delete(directory, step)
+        return
+    path = directory / step_name(step)
     aside = directory / f".{path.name}.tmp-{secrets.token_hex(6)}"
     files.rename(path, aside)
     files.remove(aside)
 
 
-def set_aside(directory: Path, step: int, why: str) -> Path:
+def set_aside(directory: Location, step: int, why: str) -> Location:
     """Give a checkpoint that nobody should use another name, for people to look at; returns it."""
-    path = step_folder(directory, step)
+    if isinstance(directory, ObjectPath):
+        return object_folders.set_aside(directory, step, why)
+    path = directory / step_name(step)
     aside = directory / f"{why}_{path.name}_{secrets.token_hex(3)}"
     files.rename(path, aside)
     return aside

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
 from autopar.errors import CheckpointError
-from autopar.ir.files import read_limited
 from autopar.ir.sealed import SealedFormat
 from autopar.ir.tiles import Box
+from autopar.runtime.checkpoints.objects import Location, read_limited
 
 _FORMAT = SealedFormat(
     "autopar-checkpoint", 1, "checkpoint", CheckpointError, "Restore another step."
@@ -37,6 +36,7 @@ SCALARS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 PathEntry = tuple[str, str | int]  # ("attribute", name), ("index", i), ("key", k), ("other", text)
 
+_STEP = re.compile(r"step_(\d{8,})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -95,6 +95,17 @@ class Manifest:
     metadata: str | None = field(default=None, metadata={"omit_none": True})
 
 
+def step_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder's name; None if it is not that of a checkpoint."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
 def with_shards(leaves: Sequence[Leaf], entries: Sequence[Entry]) -> tuple[Leaf, ...]:
     """Leaves with the shards that writers wrote. Of a box that two writers have, since each holds
     a copy of the array, the first is taken."""
@@ -140,7 +151,7 @@ def manifest_text(manifest: Manifest) -> str:
     return _FORMAT.text(manifest)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Read and check a checkpoint's manifest."""
     where = folder / MANIFEST
     try:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,12 +36,13 @@ from autopar.runtime.checkpoints.format import (
     scalar_value,
 )
 from autopar.runtime.checkpoints.leaves import canonical, key_data_type
+from autopar.runtime.checkpoints.objects import Location, ObjectPath, location
 
 _NUM_THREADS = 8
 
 
 def read_arrays(
-    folder: Path | str, manifest: Manifest, wanted: Sequence[tuple[str, jax.ShapeDtypeStruct]]
+    folder: Location | str, manifest: Manifest, wanted: Sequence[tuple[str, jax.ShapeDtypeStruct]]
 ) -> list[jax.Array]:
     """The named leaves as arrays of the wanted dtypes and shardings, or on the default device
     without a sharding. Shapes and dtypes must be those of the checkpoint."""
@@ -51,17 +51,17 @@ def read_arrays(
     return [
         _finished(_assembled(job, parts), like)
         for job, (_, like), parts in zip(
-            jobs, wanted, _parts_in_order(Path(folder), jobs), strict=True
+            jobs, wanted, _parts_in_order(location(folder), jobs), strict=True
         )
     ]
 
 
-def read_numpy(folder: Path | str, manifest: Manifest, keys: Sequence[str]) -> list[Any]:
+def read_numpy(folder: Location | str, manifest: Manifest, keys: Sequence[str]) -> list[Any]:
     """The named leaves as numpy arrays, Python numbers and PRNG keys, as they were saved."""
     leaves = {leaf.key: leaf for leaf in manifest.leaves}
     jobs = [_Job(leaves[key], leaves[key].shape, None) for key in keys]
     values = []
-    for job, parts in zip(jobs, _parts_in_order(Path(folder), jobs), strict=True):
+    for job, parts in zip(jobs, _parts_in_order(location(folder), jobs), strict=True):
         value = parts[_whole(job.shape)]
         if job.leaf.kind in SCALARS:
             value = scalar_value(job.leaf)
@@ -130,7 +130,7 @@ def _finished(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return _jax.with_weak_type(array) if like.weak_type else array
 
 
-def _parts_in_order(folder: Path, jobs: Sequence[_Job]) -> Iterator[dict[Box, np.ndarray]]:
+def _parts_in_order(folder: Location, jobs: Sequence[_Job]) -> Iterator[dict[Box, np.ndarray]]:
     """The parts of each leaf, in order; threads read a few leaves ahead."""
     ahead: deque[Future[dict[Box, np.ndarray]]] = deque()
     with _data_files(folder) as data_files, ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -198,37 +198,31 @@ def _blocks(
 class _DataFiles:
     """Files of one checkpoint, each opened once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
-        self._open: dict[str, tuple[int, int]] = {}
+        self._open: dict[str, _OpenFile | _OpenObject] = {}
         self._lock = threading.Lock()
 
     def check(self, shard: Shard, key: str) -> None:
         """The file exists and is long enough for the shard."""
-        missing = shard.offset + shard.num_bytes - self._file(shard.file, key)[1]
+        missing = shard.offset + shard.num_bytes - self._file(shard.file, key).size
         if missing > 0:
             raise self._too_short(shard.file, key, missing)
 
-    def read(self, name: str, offset: int, num_bytes: int, key: str) -> bytearray:
-        descriptor, _ = self._file(name, key)
-        data = bytearray(num_bytes)
-        left = memoryview(data)
-        while left:
-            try:
-                count = os.preadv(descriptor, [left], offset + num_bytes - len(left))
-            except OSError as error:
-                raise self._unreadable(name, key, error) from error
-            if not count:
-                raise self._too_short(name, key, len(left))
-            left = left[count:]
+    def read(self, name: str, offset: int, num_bytes: int, key: str) -> bytes | bytearray:
+        try:
+            data = self._file(name, key).read(offset, num_bytes)
+        except OSError as error:
+            raise self._unreadable(name, key, error) from error
+        if len(data) < num_bytes:
+            raise self._too_short(name, key, num_bytes - len(data))
         return data
 
-    def _file(self, name: str, key: str) -> tuple[int, int]:
-        """(descriptor, size) of a file."""
+    def _file(self, name: str, key: str) -> _OpenFile | _OpenObject:
         with self._lock:
             if name not in self._open:
                 try:
-                    self._open[name] = open_to_read(self.folder / name)
+                    self._open[name] = _opened(self.folder / name)
                 except OSError as error:
                     raise self._unreadable(name, key, error) from error
             return self._open[name]
@@ -245,12 +239,50 @@ class _DataFiles:
         )
 
     def close(self) -> None:
-        for descriptor, _ in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            file.close()
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    descriptor: int
+    size: int
+
+    def read(self, offset: int, num_bytes: int) -> bytearray:
+        """These bytes, or those up to the end of the file."""
+        data = bytearray(num_bytes)
+        done = 0
+        while done < num_bytes:
+            count = os.preadv(self.descriptor, [memoryview(data)[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return data if done == num_bytes else data[:done]
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class _OpenObject:
+    path: ObjectPath
+    size: int
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return self.path.read(offset, num_bytes)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _opened(path: Location) -> _OpenFile | _OpenObject:
+    if isinstance(path, ObjectPath):
+        return _OpenObject(path, path.size())
+    return _OpenFile(*open_to_read(path))
 
 
 @contextmanager
-def _data_files(folder: Path) -> Iterator[_DataFiles]:
+def _data_files(folder: Location) -> Iterator[_DataFiles]:
     data_files = _DataFiles(folder)
     try:
         yield data_files

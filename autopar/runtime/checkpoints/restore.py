@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -30,6 +29,7 @@ from autopar.runtime.checkpoints.leaves import (
     key_data_type,
     nested,
 )
+from autopar.runtime.checkpoints.objects import Location
 from autopar.runtime.checkpoints.read import read_numpy
 
 _MOST_SHOWN = 10
@@ -43,7 +43,9 @@ class CheckpointSource(Protocol):
     """A checkpoint to read from. `manifest` has its leaves, named as `name` names paths in
     pytrees."""
 
-    folder: Path
+    @property
+    def folder(self) -> Location: ...
+
     manifest: Manifest
 
     def name(self, path: Sequence[Any]) -> str: ...
@@ -60,7 +62,7 @@ class CheckpointSource(Protocol):
 class OwnSource:
     """A checkpoint in autopar's own format."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
 
@@ -124,7 +126,7 @@ def differing(manifest: Manifest, wanted: Sequence[tuple[str, Any]]) -> list[str
     return [*other, *missing, *extra]
 
 
-def difference_text(folder: Path, differences: Sequence[str]) -> str:
+def difference_text(folder: Location, differences: Sequence[str]) -> str:
     shown = "".join(f"\n  {line}" for line in differences[:_MOST_SHOWN])
     more = len(differences) - _MOST_SHOWN
     rest = f"\n  and {more} more" if more > 0 else ""

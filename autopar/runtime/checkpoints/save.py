@@ -30,6 +30,7 @@ from autopar.runtime.checkpoints import files, folders
 from autopar.runtime.checkpoints.backends import by_backend
 from autopar.runtime.checkpoints.controllers import Controllers
 from autopar.runtime.checkpoints.format import (
+    MANIFEST_LIMIT_BYTES,
     SCALARS,
     Entry,
     Leaf,
@@ -40,6 +41,14 @@ from autopar.runtime.checkpoints.format import (
     with_shards,
 )
 from autopar.runtime.checkpoints.leaves import described, named_leaves
+from autopar.runtime.checkpoints.objects import (
+    Location,
+    ObjectPath,
+    UnreachableStoreError,
+    location,
+    object_path,
+    read_limited,
+)
 
 FORMATS = ("autopar", "orbax")
 METADATA_LIMIT_BYTES = 2**20
@@ -53,16 +62,16 @@ class UnfinishedSaveError(CheckpointError, TimeoutError):
 class CheckpointSave:
     """A checkpoint that is being written in the background.
 
-    path: its later folder.
+    path: its later folder; in an object store, its URL.
     """
 
-    def __init__(self, path: Path, complete: Callable[[], None]) -> None:
+    def __init__(self, path: Path | str, complete: Callable[[], None]) -> None:
         self.path = path
         self._complete = complete
         self._error: BaseException | None = None
         self._was_raised = False
         # A daemon: the end of the process waits for it, but not for ever (`finish_saves`).
-        self._thread = threading.Thread(target=self._run, name=f"save {path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"save {path}", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -81,7 +90,7 @@ class CheckpointSave:
         """Whether it is written, or has failed."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout_s: float | None = None) -> Path:
+    def wait(self, timeout_s: float | None = None) -> Path | str:
         """The path of the checkpoint, once it is there; raises what went wrong, and
         `CheckpointError`, which is also a `TimeoutError`, if it is not there in time."""
         self._thread.join(timeout_s)
@@ -125,7 +134,7 @@ def forget_saves() -> None:
 
 
 def save_checkpoint(
-    directory: str | Path,
+    directory: str | Location,
     state: Any,
     step: int,
     *,
@@ -134,10 +143,11 @@ def save_checkpoint(
     overwrite: bool = False,
     format: str = "autopar",
     metadata: Mapping[str, Any] | None = None,
-) -> Path | CheckpointSave:
+) -> Path | str | CheckpointSave:
     """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path.
 
-    directory:    the folder of checkpoints; created if it does not exist.
+    directory:    the folder of checkpoints, created if it does not exist; or a URL in an object
+                  store (docs/checkpoints.md), and the URL of the checkpoint is returned.
     state:        a pytree of arrays, of this process or of a cluster, PRNG keys and numbers. It may
                   contain nnx objects, such as `(model, optimizer)`.
     keep:         delete older checkpoints, so that this many are left; None deletes none.
@@ -164,20 +174,25 @@ def save_checkpoint(
     from autopar.runtime.checkpoints.orbax import begin_orbax_save
 
     (state,) = split_objects((state,), {}).args
+    if isinstance(path, ObjectPath):
+        raise ArgumentError(
+            f"save_checkpoint({str(path)!r}, format='orbax'): orbax's format is written to file "
+            "systems only. Use format='autopar'."
+        )
     finish_saves()
     final, complete = begin_orbax_save(path, state, step, keep, asynchronous, overwrite, metadata)
     return _started(final, complete, asynchronous)
 
 
 def start_save(
-    directory: Path,
+    directory: Location,
     state: Any,
     step: int,
     superfluous: Callable[[list[int]], Iterable[int]] | None,
     asynchronous: bool,
     overwrite: bool,
     metadata: str | None,
-) -> Path | CheckpointSave:
+) -> Path | str | CheckpointSave:
     """Save in autopar's format. `superfluous`: which of the steps that are there up to this one to
     delete once it is complete."""
     (state,) = split_objects((state,), {}).args
@@ -187,14 +202,15 @@ def start_save(
 
 
 def _started(
-    final: Path, complete: Callable[[], None], asynchronous: bool
-) -> Path | CheckpointSave:
+    final: Location, complete: Callable[[], None], asynchronous: bool
+) -> Path | str | CheckpointSave:
     global _latest
+    path = str(final) if isinstance(final, ObjectPath) else final
     if asynchronous:
-        _latest = CheckpointSave(final, complete)
+        _latest = CheckpointSave(path, complete)
         return _latest
     complete()
-    return final
+    return path
 
 
 def metadata_text(metadata: Any) -> str | None:
@@ -216,7 +232,7 @@ def metadata_text(metadata: Any) -> str | None:
     return text
 
 
-def _checked(directory: Any, step: Any, keep: Any, format: Any) -> Path:
+def _checked(directory: Any, step: Any, keep: Any, format: Any) -> Location:
     if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
         raise ArgumentError(f"save_checkpoint(step={step!r}): needs a whole number ≥ 0.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -226,11 +242,17 @@ def _checked(directory: Any, step: Any, keep: Any, format: Any) -> Path:
     return checked_directory("save_checkpoint", directory)
 
 
-def checked_directory(function: str, directory: object) -> Path:
-    if not isinstance(directory, (str, Path)) or not str(directory) or "://" in str(directory):
+def checked_directory(function: str, directory: object) -> Location:
+    """The place that a user named, a path or a URL."""
+    if isinstance(directory, ObjectPath):
+        return directory
+    if not isinstance(directory, (str, Path)) or not str(directory):
         raise ArgumentError(
-            f"{function}({directory!r}): needs the path of a folder in a mounted file system."
+            f"{function}({directory!r}): needs the path of a folder in a mounted file system, or "
+            "the URL of an object store."
         )
+    if "://" in str(directory):
+        return object_path(function, str(directory))
     return Path(directory).expanduser().absolute()
 
 
@@ -239,7 +261,7 @@ class _Save:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Location,
         state: Any,
         step: int,
         superfluous: Callable[[list[int]], Iterable[int]] | None,
@@ -255,9 +277,9 @@ class _Save:
         if not self._leaves:
             raise ArgumentError("save_checkpoint(state=…): has no arrays; nothing can be saved.")
         self._controllers = Controllers()
-        self._draft: folders.Draft | None = None
+        self._draft: folders.AnyDraft | None = None
         with _file_errors(self.final):
-            self._folder = Path(self._controllers.from_first("folder", self._begin))
+            self._folder = location(self._controllers.from_first("folder", self._begin))
         self._writes: list[Callable[[], list[Entry]]] = []
         values = [leaf.leaf for leaf in named]
         try:
@@ -274,7 +296,7 @@ class _Save:
             self.complete()  # tells other processes, and raises
 
     def _begin(self) -> str:
-        if self.final.exists() and not self._overwrite:
+        if folders.is_taken(self.final) and not self._overwrite:
             raise CheckpointError(
                 f"{self.final}: is there already. Save with overwrite=True to replace it."
             )
@@ -305,19 +327,21 @@ class _Save:
         """This process's entries as a file, since they may be long; returns its name."""
         name = f"entries_{self._controllers.process:05d}.json"
         text = json.dumps([(key, encode(shard)) for key, shard in self._write()])
-        files.write_file(self._folder / name, text.encode())
+        path = self._folder / name
+        files.write_file(path, text.encode())
         files.sync_folder(self._folder)
-        return name
+        return path.name
 
     def _commit(self) -> None:
         assert self._draft is not None
         entries = self._write()
         for name in self._controllers.heard_by_first("written"):
-            body = json.loads((self._folder / name).read_bytes())
+            path = self._draft.written(name)
+            body = json.loads(read_limited(path, MANIFEST_LIMIT_BYTES))
             entries += [(key, decode(Shard, shard)) for key, shard in body]
-            files.remove(self._folder / name)
+            files.remove(path)
         manifest = _manifest(self._step, self._leaves, entries, self._metadata)
-        _check_files(self._folder, [shard for _, shard in entries])
+        _check_files(self._draft, [shard for _, shard in entries])
         self._draft.commit(manifest_text(manifest))
 
     def _delete_old(self, superfluous: Callable[[list[int]], Iterable[int]]) -> None:
@@ -326,7 +350,7 @@ class _Save:
             there = [step for step in folders.own_steps(self._directory) if step <= self._step]
             for step in superfluous(there):
                 folders.delete(self._directory, step)
-        except OSError as error:
+        except (OSError, UnreachableStoreError) as error:
             text = f"{self.final}: is saved, but older ones could not be deleted: {error}"
             warnings.warn(text, stacklevel=2)
 
@@ -366,14 +390,14 @@ def _own_version() -> str:
         return ""
 
 
-def _check_files(folder: Path, shards: Sequence[Shard]) -> None:
+def _check_files(draft: folders.AnyDraft, shards: Sequence[Shard]) -> None:
     """The files that other hosts wrote are visible here."""
     sizes: dict[str, int] = {}
     for shard in shards:
         sizes[shard.file] = max(sizes.get(shard.file, 0), shard.offset + shard.num_bytes)
     for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size < size:
+        path = draft.written(name)
+        if _size(path) < size:
             raise CheckpointError(
                 f"{path}: was written by {name.removesuffix('.data')} and is not there for the "
                 "process that collects the checkpoint. Save to a folder on a file system that all "
@@ -381,8 +405,15 @@ def _check_files(folder: Path, shards: Sequence[Shard]) -> None:
             )
 
 
+def _size(path: Location) -> int:
+    """In bytes; -1 if there is no such file."""
+    if not path.is_file():
+        return -1
+    return path.size() if isinstance(path, ObjectPath) else path.stat().st_size
+
+
 @contextmanager
-def _file_errors(final: Path) -> Iterator[None]:
+def _file_errors(final: Location) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from autopar.ir.tiles import Box
 from autopar.runtime.checkpoints import files
 from autopar.runtime.checkpoints.format import Entry, Shard, rows_of
+from autopar.runtime.checkpoints.objects import Location, location
 
 BLOCK_BYTES = 16 * 2**20  # per checksum, about
 _ALIGNMENT = 64
@@ -33,7 +33,7 @@ class WrittenShard:
 
 
 def write_shards(
-    folder: Path | str, writer_name: str, arrays: Sequence[tuple[str, Any]]
+    folder: Location | str, writer_name: str, arrays: Sequence[tuple[str, Any]]
 ) -> list[Entry]:
     """Write the shards of which this process holds the first copy to one file. PRNG keys are
     written as their data."""
@@ -83,20 +83,20 @@ def _platform(array: jax.Array) -> str:
     return next(iter(array.sharding.device_set)).platform
 
 
-def write_parts(folder: Path | str, writer_name: str, parts: list[WrittenShard]) -> list[Entry]:
+def write_parts(folder: Location | str, writer_name: str, parts: list[WrittenShard]) -> list[Entry]:
     """Write parts to `<writer_name>.data` and sync it. Empties the list: parts are copied from
     their devices one ahead, so host memory holds at most two."""
     if not parts:
         return []
-    path = Path(folder) / f"{writer_name}.data"
+    path = location(folder) / f"{writer_name}.data"
     try:
         return _write_file(path, parts)
     except OSError as error:
         raise files.as_checkpoint_error(f"writing {path}", error) from error
 
 
-def _write_file(path: Path, parts: list[WrittenShard]) -> list[Entry]:
-    descriptor = files.create_file(path)
+def _write_file(path: Location, parts: list[WrittenShard]) -> list[Entry]:
+    file = files.new_file(path)
     entries: list[Entry] = []
     offset = 0
     parts.reverse()
@@ -106,18 +106,18 @@ def _write_file(path: Path, parts: list[WrittenShard]) -> list[Entry]:
             if parts and isinstance(parts[-1].data, jax.Array):
                 parts[-1].data.copy_to_host_async()
             padding = -offset % _ALIGNMENT
-            files.write_all(descriptor, bytes(padding))
-            shard = _write_part(descriptor, path.name, offset + padding, part)
+            file.write(bytes(padding))
+            shard = _write_part(file, path.name, offset + padding, part)
             offset = shard.offset + shard.num_bytes
             entries.append((part.key, shard))
     except BaseException:
-        files.close(descriptor)
+        file.abandon()
         raise
-    files.close_synced(descriptor)
+    file.finish()
     return entries
 
 
-def _write_part(descriptor: int, file: str, offset: int, part: WrittenShard) -> Shard:
+def _write_part(file: files.NewFile, name: str, offset: int, part: WrittenShard) -> Shard:
     array = np.asarray(part.data)
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     data = array.reshape(-1).view(np.uint8).data
@@ -127,5 +127,5 @@ def _write_part(descriptor: int, file: str, offset: int, part: WrittenShard) -> 
     for start in range(0, array.nbytes, block_rows * row_bytes):
         block = data[start : start + block_rows * row_bytes]
         checksums.append(zlib.crc32(block))
-        files.write_all(descriptor, block)
-    return Shard(part.box, file, offset, array.nbytes, block_rows, tuple(checksums))
+        file.write(block)
+    return Shard(part.box, name, offset, array.nbytes, block_rows, tuple(checksums))

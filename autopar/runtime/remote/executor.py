@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 from autopar.errors import WorkerError
 from autopar.ir.remote import MeshTask, ShardedType
 from autopar.runtime.checkpoints.format import read_manifest
+from autopar.runtime.checkpoints.objects import location
 from autopar.runtime.checkpoints.read import read_arrays
 from autopar.runtime.checkpoints.write import snapshot, write_parts
 from autopar.runtime.recording import clock
@@ -233,7 +233,7 @@ class Executor:
 
     def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType]]) -> None:
         """Read the shards of this worker's devices: (key, array, its type)."""
-        manifest = read_manifest(Path(folder))
+        manifest = read_manifest(location(folder))
         wanted = [(key, struct_of(type_, self._devices)) for key, _, type_ in items]
         arrays = read_arrays(folder, manifest, wanted)
         for (_, number, _), array in zip(items, arrays, strict=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import ShardedType
 from autopar.runtime.checkpoints.backends import register_backend
 from autopar.runtime.checkpoints.format import Entry, Manifest
+from autopar.runtime.checkpoints.objects import Location
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.mesh import RemoteMesh
 from autopar.runtime.remote.session import RemoteSession
@@ -39,7 +39,7 @@ class RemotePlace:
 
 class RemoteBackend:
     def save_leaves(
-        self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
+        self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
         by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int]]]] = {}
         for key, leaf in leaves:
@@ -49,7 +49,7 @@ class RemoteBackend:
         replies: list[Any] = []
         with leaves[0][1].owner.lock:
             for mesh, items in by_mesh.values():
-                replies += mesh.submit("save", str(folder.absolute()), items)
+                replies += mesh.submit("save", str(folder), items)
 
         def written() -> list[Entry]:
             return [entry for reply in replies for entry in reply.result(_LIMIT_S)]
@@ -57,7 +57,7 @@ class RemoteBackend:
         return written
 
     def restore_leaves(
-        self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+        self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
         by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, ShardedType]]]] = {}
         restored: list[DistributedArray] = []
@@ -73,7 +73,7 @@ class RemoteBackend:
                     DistributedArray(session, place.shape, place.dtype, place.weak_type, copies)
                 )
             for mesh, items in by_mesh.values():
-                replies += mesh.submit("restore", str(folder.absolute()), items)
+                replies += mesh.submit("restore", str(folder), items)
         for reply in replies:
             reply.result(_LIMIT_S)
         return restored

@@ -201,7 +201,7 @@ BAD_ARGUMENTS = {
     "step of another type": (dict(step=1.5), r"step=1.5\): needs"),
     "keep": (dict(keep=0), r"keep=0\): needs"),
     "format": (dict(format="pickle"), r"format='pickle'\): needs one of"),
-    "bucket": (dict(directory="gs://bucket/x"), "mounted file system"),
+    "bucket": (dict(directory="ftp://host/x"), "mounted file system"),
     "no arrays": (dict(state={"f": jnp.tanh}), "has no arrays"),
     "texts": (dict(state={"f": np.array(["a"])}), r"\['f'\] has elements of the type"),
     "objects": (dict(state={"f": np.array([None])}), r"\['f'\] has elements of the type object"),
