@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+OF_JAX = 0.96  # of the memory that JAX has on the device, the budget of a size that needs it all
 LIMIT_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
@@ -183,7 +184,9 @@ def run(name: str, share: float, steps: int, check: bool, out: Path | None) -> N
     params = sum(x.size for x in jax.tree.leaves(shapes["params"]))
     num_micro_batches = size.rows // size.micro
     told(parameters=params, state_bytes=sum(x.size * 4 for x in jax.tree.leaves(shapes)))
-    options = autopar.ShardingOptions()
+    available = (device.memory_stats() or {}).get("bytes_limit")
+    budget = None if available is None else OF_JAX * available
+    options = autopar.ShardingOptions(memory_budget_bytes=budget)
     if share < 1:
         free = autopar.ShardingOptions(host_memory="never", memory_budget_bytes=1e15)
         method = autopar.ShardParallel(num_micro_batches=num_micro_batches, options=free)
