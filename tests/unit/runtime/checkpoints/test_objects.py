@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -22,33 +20,16 @@ from autopar.errors import ArgumentError, CheckpointError, DependencyError
 from autopar.runtime.checkpoints import object_folders, objects, write
 from autopar.runtime.checkpoints.format import MANIFEST
 from autopar.runtime.checkpoints.objects import ObjectPath, UnreachableStoreError, location
+from tests.s3_server import SECRETS, s3_server
 
-SECRETS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 _numbers = iter(range(1000))
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of a server that speaks S3, with a bucket."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    address = f"http://{host}:{port}"
-    before = {name: os.environ.get(name) for name in (*SECRETS, "AWS_ENDPOINT_URL")}
-    os.environ.update(SECRETS, AWS_ENDPOINT_URL=address)
-    fsspec.filesystem("s3").mkdir("bucket")
-    yield address
-    server.stop()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+def server() -> Iterator[dict[str, str]]:
+    """A server that speaks S3, with a bucket."""
+    with s3_server() as variables:
+        yield variables
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -108,7 +89,7 @@ def test_saved_and_restored(url: str, monkeypatch: pytest.MonkeyPatch):
     assert autopar.checkpoint_steps(f"{url.rpartition('/')[0]}/run") == []
 
 
-def test_an_upload_in_parts(server: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_upload_in_parts(server: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(objects, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
     state = {"w": np.random.default_rng(0).integers(0, 256, 12 * 2**20, np.uint8)}
     autopar.save_checkpoint("s3://bucket/parts", state, 1)
@@ -262,12 +243,12 @@ def test_set_aside(url: str):
     assert_is(autopar.restore_checkpoint(str(aside), state_of(0)), 1)
 
 
-def test_no_such_bucket(server: str):
+def test_no_such_bucket(server: dict[str, str]):
     with pytest.raises(CheckpointError, match=r"s3://nowhere/run.*Create the bucket"):
         autopar.save_checkpoint("s3://nowhere/run", state_of(1), 1)
 
 
-def test_wrong_credentials(server: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_credentials(server: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError("Access Denied")
 
