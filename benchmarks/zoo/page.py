@@ -61,8 +61,8 @@ def _share(programs: dict[str, ZooProgram], checks: dict[str, dict[str, str]]) -
 
 def _checks(programs: dict[str, ZooProgram], checks: dict[str, dict[str, str]]) -> str:
     lines = ["## Small: against one device", ""]
-    lines += _row("program", "of", *METHODS.values())
-    lines += _row(*["---"] * (2 + len(METHODS)))
+    lines += markdown_row("program", "of", *METHODS.values())
+    lines += markdown_row(*["---"] * (2 + len(METHODS)))
     notes = []
     for name, program in programs.items():
         cells = []
@@ -75,24 +75,24 @@ def _checks(programs: dict[str, ZooProgram], checks: dict[str, dict[str, str]]) 
                 cells.append("right" if outcome == RIGHT else "**wrong**")
                 if outcome != RIGHT:
                     notes.append(f"- `{name}`, {METHODS[method]}: {_plain(outcome)}")
-        lines += _row(f"`{name}`", program.source, *cells)
+        lines += markdown_row(f"`{name}`", program.source, *cells)
     return "\n".join([*lines, "", *notes, ""])
 
 
 def _plans(programs: dict[str, ZooProgram], num_devices: int, rows: dict[str, Any]) -> str:
     lines = [f"## Real: planned for {num_devices} H100s", ""]
-    lines += _row(
+    lines += markdown_row(
         "program", "method", "planned in", "gap", "GiB per device", "step", "plan", "warnings"
     )
-    lines += _row(*["---"] * 8)
+    lines += markdown_row(*["---"] * 8)
     notes = []
     for name in programs:
         row = rows.get(name)
         if row is None:
-            lines += _row(f"`{name}`", *["not planned"], *[""] * 6)
+            lines += markdown_row(f"`{name}`", *["not planned"], *[""] * 6)
         elif "error" in row:
             seconds = f"{row['planned_s']:.0f} s" if "planned_s" in row else ""
-            lines += _row(f"`{name}`", row["method"], seconds, "**no plan**", *[""] * 4)
+            lines += markdown_row(f"`{name}`", row["method"], seconds, "**no plan**", *[""] * 4)
             notes.append(f"- `{name}`: {_plain(row['error'])}")
         else:
             lines += _planned(name, row)
@@ -102,19 +102,21 @@ def _plans(programs: dict[str, ZooProgram], num_devices: int, rows: dict[str, An
 
 def _planned(name: str, row: dict[str, Any]) -> list[str]:
     gap = "" if row["gap"] is None else f"{100 * row['gap']:.2g} %"
-    return _row(
+    return markdown_row(
         f"`{name}`",
         row["method"],
         f"{row['planned_s']:.1f} s",
         gap,
         f"{row['peak_gib']:.1f}",
         f"{1e3 * row['step_s']:.1f} ms",
-        _plan_in_short(row),
+        plan_in_short(row),
         str(len(row["warnings"]) or ""),
     )
 
 
-def _plan_in_short(row: dict[str, Any]) -> str:
+def plan_in_short(row: dict[str, Any]) -> str:
+    """Meshes, micro-batches and recomputation of what `promises` returned."""
+
     def mesh(shape: Iterable[int]) -> str:
         return "×".join(map(str, shape))
 
@@ -130,13 +132,14 @@ def _plan_in_short(row: dict[str, Any]) -> str:
 
 def _left_out() -> str:
     lines = ["## Packages that are left out", ""]
-    lines += _row("package", "tried", "why") + _row("---", "---", "---")
+    lines += markdown_row("package", "tried", "why") + markdown_row("---", "---", "---")
     for one in sorted(LEFT_OUT, key=lambda one: one.package.lower()):
-        lines += _row(one.package, one.tried, one.reason)
+        lines += markdown_row(one.package, one.tried, one.reason)
     return "\n".join([*lines, ""])
 
 
-def _row(*cells: str) -> list[str]:
+def markdown_row(*cells: str) -> list[str]:
+    """A row of a table, as a list of its one line."""
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"]
 
 

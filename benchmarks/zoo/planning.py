@@ -89,10 +89,11 @@ def plan_row(name: str, num_devices: int, method: str) -> dict[str, Any]:
             seconds = time.perf_counter() - started
             message = without_folders(f"{type(error).__name__}: {error}")
             return {"planned_s": seconds, "error": message}
-    return {"planned_s": time.perf_counter() - started, **_promises(plan)}
+    return {"planned_s": time.perf_counter() - started, **promises(plan)}
 
 
-def _promises(plan: Any) -> dict[str, Any]:
+def promises(plan: Any) -> dict[str, Any]:
+    """What a plan promises, as JSON."""
     return {
         "gap": plan.solver.gap,
         "peak_gib": plan.estimated_peak_bytes / GIB,
