@@ -52,6 +52,8 @@ _OPTIONAL = (
     "ray",
     "flatbuffers",
     "orbax-checkpoint",
+    "s3fs",
+    "gcsfs",
     "cupy-cuda12x",
     "cupy-cuda13x",
 )

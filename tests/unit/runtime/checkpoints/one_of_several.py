@@ -1,10 +1,12 @@
-"""One of several processes that save a checkpoint together: ADDRESS COUNT PROCESS DIRECTORY."""
+"""One of several processes that save a checkpoint together: ADDRESS COUNT PROCESS DIRECTORY
+URL."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import _jax
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoints.objects import ObjectPath, UnreachableStoreError, object_path
+from autopar.training.restore import restore_step
 from tests.unit.runtime.checkpoints.mortal import mortal
 
 
-def main(address: str, count: int, process: int, directory: Path) -> None:
+def main(address: str, count: int, process: int, directory: Path, url: str) -> None:
     jax.distributed.initialize(address, count, process)
     devices = np.array(jax.devices()).reshape(count, -1)
     mesh = Mesh(devices, ("hosts", "devices"))
@@ -72,9 +76,45 @@ def main(address: str, count: int, process: int, directory: Path) -> None:
         autopar.save_checkpoint(directory, state, 2)
     except CheckpointError as error:
         assert "is there already" in str(error)
+    check_store(url, state, process)
     check_step(directory.with_name("of_a_step"))
     jax.distributed.shutdown()
     print("done")
+
+
+def check_store(url: str, state: dict[str, Any], process: int) -> None:
+    """All processes write one checkpoint to an object store. If one of them cannot reach it, none
+    takes a checkpoint for damaged."""
+    for step in (1, 2):
+        path = autopar.save_checkpoint(url, state, step, overwrite=True)
+        assert path == f"{url}/step_{step:08d}"
+    assert autopar.checkpoint_steps(url) == [1, 2]
+    place = object_path("check", url)
+    for want, got in zip(
+        jax.tree.leaves(state), jax.tree.leaves(restore_step(place, state, 2)), strict=True
+    ):
+        for one, other in zip(shards_of(want), shards_of(got), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def fail(self: ObjectPath, offset: int, num_bytes: int) -> bytes:
+        raise UnreachableStoreError(f"{self}: is out of reach")
+
+    read = ObjectPath.read
+    if process == 1:
+        ObjectPath.read = fail
+    try:
+        autopar.restore_checkpoint(url, state)
+    except UnreachableStoreError as error:
+        assert process == 0 or "out of reach" in str(error.__cause__ or error), error
+    else:
+        raise AssertionError("restored without the store")
+    finally:
+        ObjectPath.read = read
+    assert autopar.checkpoint_steps(url) == [1, 2]
+
+
+def shards_of(leaf: Any) -> list[Any]:
+    return [shard.data for shard in getattr(leaf, "addressable_shards", ())] or [leaf]
 
 
 def check_step(directory: Path) -> None:
@@ -111,4 +151,4 @@ def other(mesh: Mesh) -> NamedSharding:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])

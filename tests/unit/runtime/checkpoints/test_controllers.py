@@ -7,9 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.s3_server import s3_server
 
 SCRIPT = Path(__file__).with_name("one_of_several.py")
 
@@ -20,10 +23,17 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.fixture
+def store() -> Iterator[dict[str, str]]:
+    with s3_server() as variables:
+        yield variables
+
+
 @pytest.mark.slow
-def test_two_processes_write_one_checkpoint(tmp_path: Path):
+def test_two_processes_write_one_checkpoint(tmp_path: Path, store: dict[str, str]):
     env = {
         **os.environ,
+        **store,
         "PYTHONPATH": str(Path(__file__).parents[4]),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
@@ -31,7 +41,10 @@ def test_two_processes_write_one_checkpoint(tmp_path: Path):
     address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), address, "2", str(process), str(tmp_path / "saved")],
+            [
+                *(sys.executable, str(SCRIPT), address, "2", str(process)),
+                *(str(tmp_path / "saved"), "s3://bucket/several"),
+            ],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
