@@ -19,6 +19,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from importlib import metadata
@@ -32,7 +33,7 @@ from tests.ray import kills
 
 def about() -> dict[str, Any]:
     return {
-        "command": "python -m benchmarks.kills --json benchmarks/results/kills.json",
+        "command": " ".join(["python -m benchmarks.kills", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
