@@ -55,6 +55,7 @@ class DeviceSpec:
 
     @property
     def bytes_per_s_to_host(self) -> float:
+        """`host_link_bandwidth`, or that of PCIe gen 5 if it is not given."""
         return self.host_link_bandwidth or _PCIE_GEN5
 
 
