@@ -74,7 +74,7 @@ class _Categories:
 
     def of(self, holding: Holding) -> str:
         if holding.is_copy:
-            return "copies in another layout"
+            return "resharded copies"
         roles, value = self.roles, self.new_state.get(holding.value, holding.value)
         if value in roles.parameters:
             return "parameters"
@@ -83,7 +83,7 @@ class _Categories:
         if value in self.batch:
             return "batch"
         if value in roles.made_of:
-            return "copies in another layout"
+            return "resharded copies"
         if value in roles.gradient_of:
             return "gradients"
         node = self.graph.nodes[self.graph.producer[value][0]]
@@ -96,7 +96,7 @@ class _Categories:
         text = self.roles.text(graph, value)
         known = graph.values[value].path is not None or value in self.roles.made_of
         if known or value in self.roles.gradient_of:
-            return f"{text} in another layout" if holding.is_copy else text
+            return f"{text}, resharded" if holding.is_copy else text
         return f"{op_name(graph.nodes[self._maker(value)])}: {text}"
 
     def module(self, holding: Holding) -> str:

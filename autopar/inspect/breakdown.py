@@ -177,7 +177,7 @@ def cause_text(one: CollectiveCost) -> str:
         what = "activations" if is_array_type(one.value) else "parameters"
     return {
         PARTIAL_SUMS: f"partial sums of {what}",
-        OTHER_LAYOUT: f"{what} in another layout",
+        OTHER_LAYOUT: f"resharded {what}",
         STATE: "updated state, back to its layout",
         WINDOWS: "halos of neighbours",
     }.get(one.cause, one.cause)

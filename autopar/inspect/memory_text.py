@@ -69,7 +69,7 @@ def freeing_sentences(plan: ParallelPlan) -> list[str]:
     ways = [
         (rows / 2, f"{2 * plan.num_micro_batches} micro-batches"),
         (held["optimizer state"] / 2, "optimizer state in half as many bits"),
-        (held["copies in another layout"], "layouts without copies (pins)"),
+        (held["resharded copies"], "layouts without copies (pins)"),
     ]
     if not plan.remat:
         ways.append((held["activations"], "recomputing every layer, at most"))

@@ -18,7 +18,7 @@ MEMORY_CATEGORIES = (
     "gradients",
     "activations",
     "batch",
-    "copies in another layout",
+    "resharded copies",
     "other",
 )
 

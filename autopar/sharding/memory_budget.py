@@ -133,7 +133,7 @@ def _kind(graph: Graph, holding: Holding, state: set[int]) -> tuple[str, str]:
         return ("state" if holding.value in state else "batch"), path
     if holding.is_copy:
         origin = value.path or node.module or node.name
-        return "copies in another layout", origin
+        return "resharded copies", origin
     if node.region == "forward":
         return "activations", node.module or node.name
     return ("gradients and temporaries" if node.region == "backward" else "update"), (

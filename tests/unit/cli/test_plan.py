@@ -225,7 +225,7 @@ def test_a_sweep_of_two(tmp_path, capsys) -> None:
     assert last["values"] == {"devices": 4, "batch": 16}
     assert last["tokens_per_s"] == pytest.approx(16 * 128 / last["step_s"])
     assert "tokens/s by devices / batch:" in out
-    assert page.read_text().count('class="key"') == 2
+    assert page.read_text().count('<li><i style="background: var(--series-') == 2
 
 
 @pytest.mark.ci

@@ -70,7 +70,9 @@ def test_what_zero_changes_and_costs() -> None:
     words = table_of(text, "different parallelism of parameters")
     (line,) = (x for x in words if "state.params[*]['kernel']" in x)
     assert [c.strip() for c in line.split("  ") if c][1:] == ["x: data", "x: data + ZeRO", "6"]
-    assert any("all-gather(x): parameters" in x for x in table_of(text, "different collectives"))
+    assert any(
+        "all-gather(x): resharded parameters" in x for x in table_of(text, "different collectives")
+    )
     assert max(map(len, text.split("\n"))) <= WIDTH
 
 

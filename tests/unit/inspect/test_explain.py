@@ -324,7 +324,7 @@ def test_communication_limits() -> None:
     (only,) = limits_of(plan)
     assert only == (
         "Communication takes 90% of the step: 67% of that is all-reduce along y (partial sums of "
-        "activations), 28% of that is all-gather along x and y (parameters in another layout)."
+        "activations), 28% of that is all-gather along x and y (resharded parameters)."
     )
     found = cells(section(explain_plan(plan), "collectives, worst first")[-1:] * 3)
     assert found == [["gradient of state.w", "2", "0.10 ms"]]
@@ -332,7 +332,7 @@ def test_communication_limits() -> None:
     kinds = [line.strip().split("  ")[0] for line in table[1:] if line[2] != " "]
     assert kinds == [
         "all-reduce along y: partial sums of activations",
-        "all-gather along x and y: parameters in another layout",
+        "all-gather along x and y: resharded parameters",
         "all-reduce along y: partial sums of gradients",
     ]
 

@@ -1,0 +1,51 @@
+"""The gallery in the documentation is the one that its script made."""
+
+import json
+
+import jax
+
+from benchmarks import gallery
+from tests.zoo.program import Size, all_programs
+
+ROWS = json.loads(gallery.RESULTS.read_text())["rows"]
+
+
+def test_every_entry_has_its_page_and_every_page_its_entry():
+    names = list(gallery.entries())
+    assert list(ROWS) == names
+    assert sorted(path.stem for path in gallery.FOLDER.iterdir()) == sorted(names)
+    for path in gallery.FOLDER.iterdir():
+        assert path.stat().st_size < 2**20, f"{path.name} is large for a repository"
+
+
+def test_the_list_is_that_of_the_rows():
+    assert gallery.LIST.read_text() == gallery.list_text(ROWS)
+
+
+def test_a_plan_that_does_not_fit_is_said_so():
+    row = next(iter(ROWS.values()))
+    large = {**row, "peak_gib": 100.0}
+    refused = {"error": "MemoryBudgetError: step: no sharding fits. The smallest peak …"}
+    others = {"data parallel": large, "FSDP (ZeRO-3)": refused}
+    (line,) = (
+        line
+        for line in gallery.list_text({"name": {**row, "others": others}}).splitlines()
+        if "name.html" in line
+    )
+    data, fsdp = line.split(" | ")[-2:]
+    assert data.endswith(", does not fit") and fsdp.startswith("does not fit")
+
+
+def test_a_page_is_written(tmp_path, monkeypatch):
+    def make():
+        step = all_programs()["mixer"].build(Size.SMALL)
+        return step.step, (
+            jax.eval_shape(step.make_state),
+            *jax.eval_shape(lambda: step.make_batch(0)),
+        )
+
+    monkeypatch.setattr(gallery, "entries", lambda: {"mixer-8": gallery.Entry("Mixer", 8, make)})
+    row = gallery.write_plan("mixer-8", tmp_path)
+    assert (tmp_path / "mixer-8.html").read_text().startswith("<!DOCTYPE html>")
+    assert row["title"] == "Mixer" and set(row["others"]) == {"data parallel", "FSDP (ZeRO-3)"}
+    assert gallery.list_text({"mixer-8": row}).count("mixer-8.html") == 1
