@@ -1,32 +1,30 @@
 """A judge of compiled programs: from XLA's optimized, scheduled HLO to seconds.
 
 It reads what will run and knows nothing of the planner. A device has one stream of kernels and one
-of collectives; instructions start in XLA's order. A kernel takes as long as the slower of its
-matrix products (at `PRODUCTS` of the peak rate) and its traffic (at `MEMORY` of the memory's
-bandwidth), and `LAUNCH_S`. Traffic is what a kernel touches: of an operand that it only slices, the
-slice; of a buffer that it updates in place, the update. An asynchronous collective runs from its
-start beside the kernels, after the collective before it, and its done waits for it. A loop runs its
-body as often as XLA says.
+of collectives; instructions start in XLA's order. A kernel takes what its products, its arithmetic
+and its traffic take (`autopar.measure.judge_kernels`). An array that was used a short while ago is
+still in the device's cache. An asynchronous collective runs from its start beside the kernels,
+after the collective before it, and its done waits for it. A loop runs its body as often as XLA
+says.
 
-What it does not see: kernels that share the device with each other or with a collective, caches,
-and the fill of the device by small kernels.
+What it does not see: kernels that share the device with each other or with a collective.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import ClusterSpec, DeviceSpec
-from autopar.runtime.hlo import CollectiveOp, convolution_flops, product_flops, read_collective
+from autopar.measure.judge_kernels import Work, work_of
+from autopar.measure.judge_kernels import seconds as kernel_seconds
+from autopar.runtime.hlo import CollectiveOp, read_collective
 from autopar.runtime.hlo_text import HloModule, Instruction
 
-PRODUCTS = 0.7
-MEMORY = 0.8
-LAUNCH_S = 2e-6
+CACHE_BYTES = 40e6  # of an H100 or H200: 50 MB, not all of which hold what is wanted
 
 _FREE = frozenset(
     (
@@ -40,13 +38,9 @@ _COLLECTIVES = frozenset(
         *("collective-permute", "collective-broadcast"),
     )
 )
-_VIEWS = frozenset(("bitcast", "reshape", "copy", "convert"))
-_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the update
-_CUBLAS = re.compile(r'custom_call_target="__cublas\$')
-_CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv')
-_CUDNN_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(?P<back>Backward)?"')
-_BACKWARD_ATTENTION = 2.5  # five products in place of two
+_INDEX = re.compile(r"\bindex=(\d+)")
+
+Buffer = tuple[str, int]  # an instruction, or a loop's body, and which of its arrays
 
 
 @dataclass(frozen=True)
@@ -162,6 +156,7 @@ class _Judge:
         self.hosts = hosts
         self.device = cluster.spec
         self.sums = _Sums()
+        self.cache = _Cache()
         self.unknown_loops: list[str] = []
 
     def judge(self) -> Judgement:
@@ -218,13 +213,20 @@ class _Judge:
         elif one.opcode == "while":
             self._loop(one, clock, times)
         elif one.opcode == "conditional":
-            slowest = max(one.called, key=lambda name: self._run(name, 0).kernels)
+            slowest = max(one.called, key=self._tried_s)
             self._inline(self._run(slowest, times), clock, 1)
         elif one.opcode in ("call", "async-start", "call-start"):
             for name in one.called:
                 self._inline(self._run(name, times), clock, 1)
         else:
             self._kernel(one, by_name, clock, times)
+
+    def _tried_s(self, branch: str) -> float:
+        """Seconds of a branch; the cache stays as it was."""
+        sizes = dict(self.cache.sizes)
+        found = self._run(branch, 0).kernels
+        self.cache = _Cache(sizes)
+        return found
 
     def _collective(self, one: Instruction) -> CollectiveOp | None:
         if one.kind in _COLLECTIVES:
@@ -242,7 +244,20 @@ class _Judge:
             self.unknown_loops.append(one.name)
             trips = 1
         for name in one.called:
+            if trips > 1:  # the cache as the trip before leaves it
+                self._run(name, 0)
+                self._carry(name)
             self._inline(self._run(name, times * trips), clock, trips)
+            self._carry(name)
+
+    def _carry(self, body: str) -> None:
+        """What a loop's body returns is what it is given next."""
+        listed = self.module.computations[body]
+        by_name = {one.name: one for one in listed}
+        root = next(one for one in listed if one.is_root)
+        if root.opcode == "tuple":
+            names = {_buffer(n, by_name): (body, i) for i, n in enumerate(root.operands)}
+            self.cache.rename(names)
 
     def _inline(self, inner: _Streams, clock: _Streams, times: int) -> None:
         begin = max(clock.kernels, clock.links if inner.links else 0.0)
@@ -255,10 +270,9 @@ class _Judge:
     def _kernel(
         self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: int
     ) -> None:
-        flops_s, flops, num_bytes = self._work(one, by_name)
-        seconds = LAUNCH_S + max(
-            flops_s / PRODUCTS, num_bytes / (MEMORY * self.device.memory_bandwidth)
-        )
+        work = work_of(one, self.module, by_name, self.device)
+        seconds = kernel_seconds(work, self._cached_bytes(one, work, by_name), self.device)
+        flops, num_bytes = work.flops, work.num_bytes
         clock.kernels += seconds
         self.sums.compute += times * seconds
         self.sums.flops += times * flops
@@ -266,35 +280,62 @@ class _Judge:
         for place, value in enumerate((1.0, seconds, flops, num_bytes)):
             sums[place] += times * value
 
-    def _work(
-        self, one: Instruction, by_name: Mapping[str, Instruction]
-    ) -> tuple[float, float, float]:
-        """Seconds of its products at the peak rate, their flops, and its traffic in bytes."""
-        if one.opcode == "fusion":
-            inner = self.module.computations[one.called[0]]
-            inside = {other.name: other for other in inner}
-            flops_s, flops = self._products(inner, inside)
-            return flops_s, flops, _fusion_bytes(one, inner, inside, by_name)
-        flops_s, flops = self._products([one], by_name)
-        return flops_s, flops, _plain_bytes(one, by_name)
+    def _cached_bytes(
+        self, one: Instruction, work: Work, by_name: Mapping[str, Instruction]
+    ) -> float:
+        """The part of a kernel's traffic that the cache holds. What it reads or writes as a whole
+        is there afterwards."""
+        found = 0.0
+        for name, touched in work.reads.items():
+            size = sum(array.num_bytes for array in by_name[name].results)
+            if touched >= size:
+                found += touched if self.cache.use(_buffer(name, by_name), size) else 0.0
+        if work.written >= sum(array.num_bytes for array in one.results):
+            for place, array in enumerate(one.results):
+                is_there = self.cache.use((one.name, place), array.num_bytes)
+                found += array.num_bytes if is_there else 0.0
+        return found
 
-    def _products(
-        self, listed: Iterable[Instruction], by_name: Mapping[str, Instruction]
-    ) -> tuple[float, float]:
-        seconds = total = 0.0
-        for one in listed:
-            flops = _product_flops(one, by_name)
-            if flops:
-                total += flops
-                seconds += flops / self._peak(by_name[one.operands[0]].results[0].dtype)
-        return seconds, total
 
-    def _peak(self, dtype: str) -> float:
-        if dtype.startswith(("f8", "s8", "u8")):
-            return 2 * self.device.flops_16bit
-        if dtype in ("bf16", "f16"):
-            return self.device.flops_16bit
-        return self.device.flops_32bit
+class _Cache:
+    """The arrays that a device used last, up to `CACHE_BYTES`."""
+
+    def __init__(self, sizes: Mapping[Buffer, float] | None = None) -> None:
+        self.sizes = dict(sizes or {})  # the one used last is the last
+        self.total = sum(self.sizes.values())
+
+    def use(self, buffer: Buffer, size: float) -> bool:
+        """Whether it is there; it is then."""
+        before = self.sizes.pop(buffer, None)
+        self.sizes[buffer] = size
+        self.total += size - (before or 0.0)
+        while self.total > CACHE_BYTES:
+            self.total -= self.sizes.pop(next(iter(self.sizes)))
+        return before is not None
+
+    def rename(self, names: Mapping[Buffer, Buffer]) -> None:
+        self.sizes = {names.get(buffer, buffer): size for buffer, size in self.sizes.items()}
+        self.total = sum(self.sizes.values())
+
+
+def _buffer(name: str, by_name: Mapping[str, Instruction]) -> Buffer:
+    """The array behind views. A loop's body knows those that it is given by their places."""
+    place = 0
+    while (one := by_name.get(name)) is not None:
+        if one.opcode == "get-tuple-element":
+            place = int(_INDEX.findall(one.attributes)[0])
+            source = by_name[one.operands[0]]
+            if source.opcode == "parameter":
+                return one.computation, place
+            name = source.operands[place] if source.opcode == "tuple" else source.name
+            if source.opcode != "tuple":
+                break
+            place = 0
+        elif one.opcode == "bitcast":
+            name = one.operands[0]
+        else:
+            break
+    return name, place
 
 
 def _start_of(done: Instruction, by_name: Mapping[str, Instruction]) -> str:
@@ -303,96 +344,6 @@ def _start_of(done: Instruction, by_name: Mapping[str, Instruction]) -> str:
     while name in by_name and by_name[name].opcode.endswith("-update"):
         name = by_name[name].operands[0]
     return name
-
-
-def _product_flops(one: Instruction, by_name: Mapping[str, Instruction]) -> float:
-    is_call = one.opcode == "custom-call"
-    if is_call and (attention := _CUDNN_ATTENTION.search(one.attributes)):
-        queries, keys_shape = (by_name[name].results[0].shape for name in one.operands[:2])
-        if len(queries) != 4 or len(keys_shape) != 4:  # by its bytes alone
-            return 0.0
-        (batch, length, heads, width), keys = queries, keys_shape[1]
-        factor = _BACKWARD_ATTENTION if attention["back"] else 1.0
-        return 4.0 * batch * heads * length * keys * width * factor
-    shapes = [by_name[n].results[0].shape for n in one.operands[:2] if n in by_name]
-    if one.opcode == "dot" or (is_call and _CUBLAS.search(one.attributes)):
-        return product_flops(one, shapes)
-    if is_call and _CUDNN_CONVOLUTION.search(one.attributes):
-        return convolution_flops(one, shapes)
-    return 0.0
-
-
-def _bytes(one: Instruction) -> float:
-    return sum(array.num_bytes for array in one.results)
-
-
-def _plain_bytes(one: Instruction, by_name: Mapping[str, Instruction]) -> float:
-    """Traffic of an instruction that is a kernel of its own."""
-    operands = [by_name[name] for name in one.operands if name in by_name]
-    if one.opcode in _SLICES:
-        return 2 * _bytes(one) + sum(map(_bytes, operands[1:]))
-    if (place := _UPDATES.get(one.opcode)) is not None and len(operands) > place:
-        others = [o for n, o in enumerate(operands) if n not in (0, place)]
-        touched = (
-            2 if one.opcode == "dynamic-update-slice" else 3
-        )  # a scatter also reads its target
-        return touched * _bytes(operands[place]) + sum(map(_bytes, others))
-    if one.opcode == "custom-call" and len(one.results) > 1:  # the last result is scratch memory
-        written = sum(array.num_bytes for array in one.results[:-1])
-    else:
-        written = _bytes(one)
-    return written + sum(map(_bytes, operands))
-
-
-def _fusion_bytes(
-    fusion: Instruction,
-    inner: list[Instruction],
-    inside: Mapping[str, Instruction],
-    by_name: Mapping[str, Instruction],
-) -> float:
-    users: dict[str, list[Instruction]] = {}
-    for one in inner:
-        for name in one.operands:
-            users.setdefault(name, []).append(one)
-    root = next(one for one in inner if one.is_root)
-    outputs = [inside[n] for n in root.operands] if root.opcode == "tuple" else [root]
-    read = 0.0
-    for one in inner:
-        if one.opcode == "parameter":
-            read += _read_bytes(one, users, inside)
-    return read + sum(_written_bytes(output, inside) for output in outputs)
-
-
-def _read_bytes(
-    value: Instruction, users: Mapping[str, list[Instruction]], inside: Mapping[str, Instruction]
-) -> float:
-    """What a fusion reads of a parameter: all, unless every use takes only parts of it."""
-    total = 0.0
-    for user in users.get(value.name, ()):
-        if user.operands[0] != value.name:
-            touched = _bytes(value)
-        elif user.opcode in _SLICES:
-            touched = _bytes(user)
-        elif user.opcode == "dynamic-update-slice":
-            touched = 0.0
-        elif user.opcode == "scatter":
-            touched = _bytes(inside[user.operands[_UPDATES["scatter"]]])
-        elif user.opcode in _VIEWS and user.name in users:
-            touched = _read_bytes(user, users, inside)
-        else:
-            touched = _bytes(value)
-        total += touched
-    return min(total, _bytes(value))
-
-
-def _written_bytes(output: Instruction, inside: Mapping[str, Instruction]) -> float:
-    while output.opcode in _VIEWS and output.operands and output.operands[0] in inside:
-        source = inside[output.operands[0]]
-        if source.opcode not in _VIEWS and source.opcode not in _UPDATES:
-            break
-        output = source
-    place = _UPDATES.get(output.opcode)
-    return _bytes(output if place is None else inside[output.operands[place]])
 
 
 def collective_s(

@@ -1,0 +1,328 @@
+"""The kernels of made-up programs: products in tiles, arithmetic of lanes, and traffic."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from autopar.ir.mesh import DeviceSpec
+from autopar.measure.judge_kernels import (
+    CACHE_SPEED,
+    EXTRA_DEPTH,
+    GROUPED,
+    LAUNCH_S,
+    LOAD_IN_BRANCH,
+    MEMORY,
+    MULTIPROCESSORS,
+    PRODUCTS,
+    ROWS_S,
+    SINGLE_LOADS,
+    SMOOTH,
+    UNALIGNED,
+    VECTOR,
+    VECTOR_SHARE,
+    Work,
+    seconds,
+    tiled_s,
+    work_of,
+)
+from autopar.runtime.hlo_text import HloModule
+
+DEVICE = DeviceSpec(
+    "made-up",
+    flops_16bit=1e15,
+    flops_32bit=5e14,
+    memory_bytes=1e11,
+    memory_bandwidth=4e12,
+    intra_host_bandwidth=1e11,
+    host_bandwidth=1e11,
+)
+ADD = "%add (x: f32[], y: f32[]) -> f32[] {\n  ROOT %s = f32[] add(%x, %y)\n}\n"
+
+
+def work(entry: str, inner: str = "") -> Work:
+    """Of the entry's last instruction."""
+
+    def lines(text: str) -> str:
+        return "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
+
+    fused = f"%fused (a: f32[8]) -> f32[8] {{\n{lines(inner)}\n}}\n" if inner else ""
+    text = f"HloModule m, is_scheduled=true\n\n{ADD}\n{fused}\n"
+    module = HloModule(f"{text}ENTRY %main (p: f32[8]) -> f32[8] {{\n{lines(entry)}\n}}\n")
+    listed = module.computations[module.entry]
+    return work_of(listed[-1], module, {one.name: one for one in listed}, DEVICE)
+
+
+def fusion(inner: str, result: str, *operands: str, kind: str = "kLoop", config: str = "") -> Work:
+    given = [f"%p{n} = {operand} parameter({n})" for n, operand in enumerate(operands)]
+    names = ", ".join(f"%p{n}" for n in range(len(operands)))
+    root = f"ROOT %f = {result} fusion({names}), kind={kind}, calls=%fused{config}"
+    return work("\n".join([*given, root]), inner)
+
+
+# Products
+
+
+def product(left: str, right: str, result: str) -> Work:
+    return work(
+        f"""%p = {left} parameter(0)
+        %q = {right} parameter(1)
+        ROOT %d = {result} dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+    )
+
+
+def test_full_waves_run_at_the_rate_of_products() -> None:
+    rows = 128 * MULTIPROCESSORS
+    found = product(f"bf16[{rows},4096]{{1,0}}", "bf16[4096,256]{1,0}", f"bf16[{rows},256]{{1,0}}")
+    assert found.flops == 2 * rows * 4096 * 256
+    expected = found.flops / (PRODUCTS * DEVICE.flops_16bit)
+    assert found.products_s == pytest.approx(expected * (4096 + EXTRA_DEPTH[2]) / 4096)
+
+
+def test_float32_products_have_their_own_rate() -> None:
+    rows = 128 * MULTIPROCESSORS
+    found = product(f"f32[{rows},4096]{{1,0}}", "f32[4096,256]{1,0}", f"f32[{rows},256]{{1,0}}")
+    expected = found.flops / (PRODUCTS * DEVICE.flops_32bit)
+    assert found.products_s == pytest.approx(expected * (4096 + EXTRA_DEPTH[4]) / 4096)
+
+
+def test_a_last_wave_that_is_nearly_empty_takes_as_long_as_a_full_one() -> None:
+    full = tiled_s(MULTIPROCESSORS, 128, 128, 256, 1e15)
+    assert tiled_s(MULTIPROCESSORS + 1, 128, 128, 256, 1e15) > 1.3 * full
+    assert tiled_s(2 * MULTIPROCESSORS, 128, 128, 256, 1e15) == pytest.approx(2 * full)
+
+
+def test_a_long_contraction_is_split_among_idle_multiprocessors() -> None:
+    depth = 32 * 512
+    alone = 2 * 128 * 128 * depth * MULTIPROCESSORS / (PRODUCTS * 1e15)
+    assert alone / MULTIPROCESSORS < tiled_s(1, 128, 128, depth, 1e15) < alone / 16
+
+
+@pytest.mark.parametrize(("length", "alignment"), [(1024, 16), (1026, 4), (1025, 2)])
+def test_rows_that_are_not_aligned_slow_a_product(length: int, alignment: int) -> None:
+    found = product(
+        "bf16[16384,4096]{1,0}", f"bf16[4096,{length}]{{1,0}}", f"bf16[16384,{length}]{{1,0}}"
+    )
+    rate = UNALIGNED.get(alignment, 1.0) * DEVICE.flops_16bit
+    assert found.products_s == pytest.approx(tiled_s(1, 16384, length, 4096, rate))
+
+
+def test_rows_are_those_of_the_layout() -> None:
+    found = product("bf16[4096,4096]{1,0}", "bf16[4096,1025]{0,1}", "bf16[4096,1025]{0,1}")
+    assert found.products_s == pytest.approx(tiled_s(1, 4096, 1025, 4096, DEVICE.flops_16bit))
+
+
+def test_tiles_of_single_elements_move_slowly() -> None:
+    inner = """%a = bf16[64,{0}]{{1,0}} parameter(0)
+        ROOT %n = bf16[64,{0}]{{1,0}} negate(%a)"""
+
+    def num_bytes(width: int) -> float:
+        triton = ', backend_config={"fusion_backend_config":{"kind":"__triton"}}'
+        array = f"bf16[64,{width}]{{1,0}}"
+        return fusion(inner.format(width), array, array, kind="kCustom", config=triton).num_bytes
+
+    assert num_bytes(198) == 2 * 2 * 64 * 198
+    assert num_bytes(197) == SINGLE_LOADS * 2 * 2 * 64 * 197
+
+
+def convolution(target: str, left: str, right: str, result: str, rest: str = "") -> Work:
+    return work(
+        f"""%p = {left} parameter(0)
+        %q = {right} parameter(1)
+        ROOT %c = ({result}, u8[100]{{0}}) custom-call(%p, %q), window={{size=3x3}}, """
+        f'dim_labels=b01f_o01i->b01f{rest}, custom_call_target="__cudnn$conv{target}"'
+    )
+
+
+IMAGES, WIDER = "bf16[16,32,32,128]{3,2,1,0}", "bf16[16,32,32,256]{3,2,1,0}"
+KERNEL = "bf16[256,3,3,128]{3,2,1,0}"
+
+
+@pytest.mark.parametrize(
+    ("target", "arrays", "sides"),
+    [
+        ("Forward", (IMAGES, KERNEL, WIDER), (16384, 256, 9 * 128)),
+        ("BackwardInput", (WIDER, KERNEL, IMAGES), (16384, 128, 9 * 256)),
+        ("BackwardFilter", (IMAGES, WIDER, KERNEL), (9 * 128, 256, 16384)),
+    ],
+)
+def test_a_convolution_is_the_product_it_stands_for(
+    target: str, arrays: tuple[str, str, str], sides: tuple[int, int, int]
+) -> None:
+    found = convolution(target, *arrays)
+    assert found.flops == 2 * 16384 * 256 * 9 * 128
+    assert found.products_s == pytest.approx(tiled_s(1, *sides, DEVICE.flops_16bit))
+
+
+def test_a_few_channels_cost_as_much_as_eight() -> None:
+    def of(channels: int) -> float:
+        left = f"bf16[16,32,32,{channels}]{{3,2,1,0}}"
+        kernel = f"bf16[256,3,3,{channels}]{{3,2,1,0}}"
+        return convolution("Forward", left, kernel, WIDER).products_s
+
+    assert of(3) == of(8) < of(16)
+
+
+def test_a_depthwise_convolution_runs_on_lanes() -> None:
+    kernel = "bf16[128,3,3,1]{3,2,1,0}"
+    found = convolution("Forward", IMAGES, kernel, IMAGES, ", feature_group_count=128")
+    assert found.flops == 2 * 16 * 32 * 32 * 128 * 9
+    assert found.products_s == 0 and found.lane_ops == found.flops / 2 / GROUPED
+
+
+# Arithmetic
+
+
+def test_functions_take_more_than_sums() -> None:
+    def of(op: str) -> float:
+        inner = f"""%a = f32[1000]{{0}} parameter(0)
+            ROOT %n = f32[1000]{{0}} {op}(%a)"""
+        return fusion(inner, "f32[1000]{0}", "f32[1000]{0}").lane_ops
+
+    assert of("negate") == 2000  # the load and the operation
+    assert of("tanh") > of("exponential") > 3 * of("negate")
+
+
+def test_a_value_is_computed_again_wherever_it_is_broadcast_to() -> None:
+    inner = """%a = f32[10]{0} parameter(0)
+        %e = f32[10]{0} tanh(%a)
+        %b = f32[50,10]{1,0} broadcast(%e), dimensions={1}
+        ROOT %n = f32[50,10]{1,0} negate(%b)"""
+    once = "%a = f32[10]{0} parameter(0)\nROOT %e = f32[10]{0} tanh(%a)"
+    many = fusion(inner, "f32[50,10]{1,0}", "f32[10]{0}").lane_ops
+    assert many - 500 == pytest.approx(50 * fusion(once, "f32[10]{0}", "f32[10]{0}").lane_ops)
+
+
+def test_users_at_one_index_share_a_value() -> None:
+    inner = """%a = f32[100]{0} parameter(0)
+        %e = f32[100]{0} tanh(%a)
+        %n = f32[100]{0} negate(%e)
+        %m = f32[100]{0} abs(%e)
+        ROOT %t = f32[100]{0} add(%n, %m)"""
+    alone = "%a = f32[100]{0} parameter(0)\nROOT %e = f32[100]{0} tanh(%a)"
+    found = fusion(inner, "f32[100]{0}", "f32[100]{0}").lane_ops
+    assert found == fusion(alone, "f32[100]{0}", "f32[100]{0}").lane_ops + 300
+
+
+def test_neighbours_in_different_branches_wait_for_each_other() -> None:
+    def of(padding: str, size: int) -> float:
+        inner = f"""%a = bf16[100,{size}]{{1,0}} parameter(0)
+            %z = bf16[] constant(0)
+            %p = bf16[100,128]{{1,0}} pad(%a, %z), padding={padding}
+            ROOT %n = bf16[100,128]{{1,0}} negate(%p)"""
+        return fusion(inner, "bf16[100,128]{1,0}", f"bf16[100,{size}]{{1,0}}").lane_ops
+
+    behind, between = of("0_0x0_64", 64), of("0_0_0x0_1_1", 64)
+    assert between - behind >= (LOAD_IN_BRANCH - 4.0 / 2) * 100 * 128
+
+
+def test_a_sum_across_rows_begins_later() -> None:
+    def of(dimension: int) -> float:
+        inner = f"""%a = f32[1024,1024]{{1,0}} parameter(0)
+            %z = f32[] constant(0)
+            ROOT %r = f32[1024]{{0}} reduce(%a, %z), dimensions={{{dimension}}}, to_apply=%add"""
+        found = fusion(inner, "f32[1024]{0}", "f32[1024,1024]{1,0}", kind="kInput")
+        return seconds(found, 0.0, DEVICE)
+
+    assert of(0) - of(1) == pytest.approx(ROWS_S)
+
+
+# Traffic
+
+FUSIONS = {
+    "a slice of a large array": (
+        """%a = f32[800]{0} parameter(0)
+        %i = s32[] parameter(1)
+        ROOT %s = f32[8]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={8}""",
+        2 * 32 + 4,
+    ),
+    "every second element": (
+        """%a = f32[800]{0} parameter(0)
+        ROOT %s = f32[4]{0} slice(%a), slice={[0:8:2]}""",
+        32 + 16,
+    ),
+    "every second row": (
+        """%a = f32[8,100]{1,0} parameter(0)
+        ROOT %s = f32[2,100]{1,0} slice(%a), slice={[0:4:2], [0:100:1]}""",
+        2 * 800,
+    ),
+    "an update in place": (
+        """%a = f32[800]{0} parameter(0)
+        %u = f32[8]{0} parameter(1)
+        %i = s32[] parameter(2)
+        ROOT %s = f32[800]{0} dynamic-update-slice(%a, %u, %i)""",
+        2 * 32 + 4,
+    ),
+    "an update in place, then a bitcast": (
+        """%a = f32[800]{0} parameter(0)
+        %u = f32[8]{0} parameter(1)
+        %i = s32[] parameter(2)
+        %s = f32[800]{0} dynamic-update-slice(%a, %u, %i)
+        ROOT %b = f32[8,100]{1,0} bitcast(%s)""",
+        2 * 32 + 4,
+    ),
+    "a slice, and all of it": (
+        """%a = f32[800]{0} parameter(0)
+        %s = f32[8]{0} slice(%a), slice={[0:8]}
+        %n = f32[800]{0} negate(%a)
+        ROOT %t = (f32[8]{0}, f32[800]{0}) tuple(%s, %n)""",
+        3200 + 3200 + 32,
+    ),
+    "a scatter: atomic updates count one and a half times": (
+        """%a = f32[800]{0} parameter(0)
+        %i = s32[8]{0} parameter(1)
+        %u = f32[8]{0} parameter(2)
+        ROOT %s = f32[800]{0} scatter(%a, %i, %u), to_apply=%add""",
+        32 + 32 + 32 + 1.5 * 32,
+    ),
+    "a scatter of 16 bits": (
+        """%a = bf16[800]{0} parameter(0)
+        %i = s32[8]{0} parameter(1)
+        %u = bf16[8]{0} parameter(2)
+        ROOT %s = bf16[800]{0} scatter(%a, %i, %u), to_apply=%add""",
+        16 + 32 + 16 + 5.5 * 16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_a_fusion_moves_what_it_touches(name: str) -> None:
+    inner, expected = FUSIONS[name]
+    lines = [line.strip() for line in inner.splitlines()]
+    operands = [line.split(" ")[2] for line in lines if "parameter(" in line]
+    result = next(line for line in lines if line.startswith("ROOT")).split(" = ")[1]
+    result_type = re.match(r"(.*[)}]) [a-z]", result)
+    assert result_type
+    assert fusion(inner, result_type[1], *operands).num_bytes == expected
+
+
+def test_scratch_memory_of_a_library_is_no_traffic() -> None:
+    found = work(
+        """%p = f32[8,16]{1,0} parameter(0)
+        %q = f32[16,8]{1,0} parameter(1)
+        ROOT %d = (f32[8,8]{1,0}, s8[100000]{0}) custom-call(%p, %q), """
+        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    )
+    assert found.num_bytes == 4 * (128 + 128 + 64) and found.flops == 2 * 8 * 8 * 16
+
+
+# Seconds
+
+
+def test_the_slowest_kind_of_work_nearly_decides() -> None:
+    second = MEMORY * DEVICE.memory_bandwidth
+    lanes = VECTOR_SHARE * VECTOR * DEVICE.flops_16bit
+    assert seconds(Work(), 0.0, DEVICE) == LAUNCH_S
+    assert seconds(Work(written=second), 0.0, DEVICE) == pytest.approx(1 + LAUNCH_S)
+    assert seconds(Work(lane_ops=lanes), 0.0, DEVICE) == pytest.approx(1 + LAUNCH_S)
+    assert seconds(Work(products_s=1.0, written=0.3 * second), 0.0, DEVICE) < 1.01
+    both = seconds(Work(products_s=1.0, written=second), 0.0, DEVICE)
+    assert both == pytest.approx(2 ** (1 / SMOOTH) + LAUNCH_S)
+
+
+def test_cached_traffic_is_faster() -> None:
+    second = MEMORY * DEVICE.memory_bandwidth
+    found = seconds(Work(written=second), second / 2, DEVICE)
+    assert found == pytest.approx(0.5 + 0.5 / CACHE_SPEED + LAUNCH_S)
