@@ -33,11 +33,12 @@ Named = Mapping[str, Instruction]
 PRODUCTS = 0.71  # of the peak rate, for a tile that is full
 MEMORY = 0.9  # of the bandwidth
 LAUNCH_S = 1.8e-6
+PRODUCT_S = 1e-6  # more for products, which fill their pipeline first
 ROWS_S = 4e-6  # more for sums across rows, whose parts are added last
 MULTIPROCESSORS = 132
 EXTRA_DEPTH = {2: 96, 4: 192}  # prologue and epilogue of a tile, as elements of the contraction
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-LEAST_DEPTH = 512  # of a tile whose contraction is split among multiprocessors
+LEAST_DEPTH = 1024  # of a tile whose contraction is split among multiprocessors
 TILES = (
     (128, 128, 1.0),
     (128, 64, 0.7),
@@ -46,11 +47,13 @@ TILES = (
     (16, 128, 0.25),
     (16, 16, 0.2),
 )
-UNALIGNED = {8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}  # of a product's rate, by the alignment of rows
+# Of a product's rate, by the alignment of rows; less if the contraction is along such rows.
+UNALIGNED = {8: 0.6, 4: 0.6, 2: 0.25, 1: 0.25}
+UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.25, 1: 0.25}
 SINGLE_LOADS = 2.0  # traffic of a tile with rows aligned to 2 bytes, as if it were so much more
 KERNEL_GRADIENT_32BIT = 0.55  # tensor cores want both operands along the contraction for TF32
-CHANNELS = 8  # of a group are one unit of a convolution's contraction
-GROUPED = 0.25  # of the vector rate, for convolutions with fewer channels in a group
+CHANNELS = 8  # fewer of them, in a group, leave a convolution to vector lanes
+GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
 VECTOR_SHARE = 0.6  # of that in practice
 CACHE_SPEED = 1.6  # of the memory's
@@ -100,6 +103,7 @@ _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
 _KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 _PADDING = re.compile(r"padding=([\dx_\-]+)")
 _DIMENSIONS = re.compile(r"dimensions=\{([\d,]*)\}")
+_FFT_LENGTH = re.compile(r"fft_length=\{([\d,]+)\}")
 _GROUPS = re.compile(r"feature_group_count=(\d+)")
 
 
@@ -132,6 +136,8 @@ def seconds(work: Work, cached_bytes: float, device: DeviceSpec) -> float:
     begin_s = LAUNCH_S + (ROWS_S if work.sums_rows else 0.0)
     if not largest:
         return begin_s
+    if work.products_s:
+        begin_s += PRODUCT_S
     return begin_s + largest * sum((part / largest) ** SMOOTH for part in parts) ** (1 / SMOOTH)
 
 
@@ -196,21 +202,24 @@ def _product_s(
     depth = flops / 2 / prod(result.shape)
     sides = (left / depth / batch, right / depth / batch)
     rate = _peak(operands[0], device)
+    item = _item(operands[0])
     alignment = min(_alignment(other) for other in (*operands, one))
-    return tiled_s(batch, *sides, depth, UNALIGNED.get(alignment, 1.0) * rate, _item(operands[0]))
+    shares = UNALIGNED if depth * item % 16 == 0 else UNALIGNED_DEPTH
+    extra = EXTRA_DEPTH[4 if item >= 4 else 2]
+    return tiled_s(batch, *sides, depth, shares.get(alignment, 1.0) * rate, extra)
 
 
 def tiled_s(
-    batch: float, rows: float, columns: float, depth: float, rate: float, item_bytes: int = 2
+    batch: float, rows: float, columns: float, depth: float, rate: float, extra: float
 ) -> float:
     """A product of rows × depth by depth × columns on a device with this peak rate, in the best of
-    `TILES`. Where tiles do not fill all waves, the contraction is split."""
+    `TILES`. Where tiles do not fill all waves, the contraction is split. `extra`: depth that a tile
+    costs more; small tiles share a multiprocessor and hide part of it."""
     times = []
-    extra = EXTRA_DEPTH[4 if item_bytes >= 4 else 2]
     for height, width, share in TILES:
         tiles = batch * ceil(rows / height) * ceil(columns / width)
         deep = min(
-            ceil(tiles * parts / MULTIPROCESSORS) * (depth / parts + extra)
+            ceil(tiles * parts / MULTIPROCESSORS) * (depth / parts + share * extra)
             for parts in SPLITS
             if parts == 1 or depth >= parts * LEAST_DEPTH
         )
@@ -234,22 +243,21 @@ def _add_convolution(
     groups = int(found[1]) if found else 1
     inputs = kernel[labels[1].index("i")]
     features = kernel[labels[1].index("o")] / groups
-    if groups > 1 and min(inputs, features) < CHANNELS:
-        work.lane_ops += flops / 2 / GROUPED
+    if min(inputs, features) < CHANNELS:
+        work.lane_ops += flops / 2 / (GROUPED if groups > 1 else 1.0)
         return
     positions = prod(outputs.results[0].shape) / (features * groups)
-    padded = CHANNELS * ceil(inputs / CHANNELS)
     window = flops / 2 / (positions * groups * features * inputs)
     if is_filter:
-        sides = window * padded, features, positions
+        sides = window * inputs, features, positions
     elif is_input:
-        sides = positions, padded, window * features
+        sides = positions, inputs, window * features
     else:
-        sides = positions, features, window * padded
+        sides = positions, features, window * inputs
     rate = _peak(operands[0], device)
     if is_filter and operands[0].results[0].dtype == "f32":
         rate *= KERNEL_GRADIENT_32BIT
-    work.products_s += tiled_s(groups, *sides, rate, _item(operands[0]))
+    work.products_s += tiled_s(groups, *sides, rate, EXTRA_DEPTH[2])
 
 
 def _attention_flops(one: Instruction, by_name: Named, *, backward: bool) -> float:
@@ -407,6 +415,11 @@ def _plain_traffic(one: Instruction, by_name: Named) -> Work:
             reads[one.operands[0]] = written
             written *= _atomic(update.results[0])
         return Work(reads=reads, written=written)
+    if one.opcode == "fft":  # a pass for every dimension
+        found = _FFT_LENGTH.search(one.attributes)
+        passes = len(found[1].split(",")) if found else 1
+        between = 2 * (passes - 1) * max(_bytes(one), *reads.values())
+        return Work(reads=reads, written=_bytes(one) + between)
     written = _bytes(one)
     if one.opcode == "custom-call" and len(one.results) > 1:  # the last result is scratch memory
         written -= one.results[-1].num_bytes

@@ -15,11 +15,13 @@ from autopar.measure.judge_kernels import (
     LOAD_IN_BRANCH,
     MEMORY,
     MULTIPROCESSORS,
+    PRODUCT_S,
     PRODUCTS,
     ROWS_S,
     SINGLE_LOADS,
     SMOOTH,
     UNALIGNED,
+    UNALIGNED_DEPTH,
     VECTOR,
     VECTOR_SHARE,
     Work,
@@ -88,15 +90,15 @@ def test_float32_products_have_their_own_rate() -> None:
 
 
 def test_a_last_wave_that_is_nearly_empty_takes_as_long_as_a_full_one() -> None:
-    full = tiled_s(MULTIPROCESSORS, 128, 128, 256, 1e15)
-    assert tiled_s(MULTIPROCESSORS + 1, 128, 128, 256, 1e15) > 1.3 * full
-    assert tiled_s(2 * MULTIPROCESSORS, 128, 128, 256, 1e15) == pytest.approx(2 * full)
+    full = tiled_s(MULTIPROCESSORS, 128, 128, 256, 1e15, 96)
+    assert tiled_s(MULTIPROCESSORS + 1, 128, 128, 256, 1e15, 96) > 1.3 * full
+    assert tiled_s(2 * MULTIPROCESSORS, 128, 128, 256, 1e15, 96) == pytest.approx(2 * full)
 
 
 def test_a_long_contraction_is_split_among_idle_multiprocessors() -> None:
     depth = 32 * 512
     alone = 2 * 128 * 128 * depth * MULTIPROCESSORS / (PRODUCTS * 1e15)
-    assert alone / MULTIPROCESSORS < tiled_s(1, 128, 128, depth, 1e15) < alone / 16
+    assert alone / MULTIPROCESSORS < tiled_s(1, 128, 128, depth, 1e15, 96) < alone / 8
 
 
 @pytest.mark.parametrize(("length", "alignment"), [(1024, 16), (1026, 4), (1025, 2)])
@@ -105,12 +107,12 @@ def test_rows_that_are_not_aligned_slow_a_product(length: int, alignment: int) -
         "bf16[16384,4096]{1,0}", f"bf16[4096,{length}]{{1,0}}", f"bf16[16384,{length}]{{1,0}}"
     )
     rate = UNALIGNED.get(alignment, 1.0) * DEVICE.flops_16bit
-    assert found.products_s == pytest.approx(tiled_s(1, 16384, length, 4096, rate))
+    assert found.products_s == pytest.approx(tiled_s(1, 16384, length, 4096, rate, 96))
 
 
 def test_rows_are_those_of_the_layout() -> None:
     found = product("bf16[4096,4096]{1,0}", "bf16[4096,1025]{0,1}", "bf16[4096,1025]{0,1}")
-    assert found.products_s == pytest.approx(tiled_s(1, 4096, 1025, 4096, DEVICE.flops_16bit))
+    assert found.products_s == pytest.approx(tiled_s(1, 4096, 1025, 4096, DEVICE.flops_16bit, 96))
 
 
 def test_tiles_of_single_elements_move_slowly() -> None:
@@ -152,16 +154,19 @@ def test_a_convolution_is_the_product_it_stands_for(
 ) -> None:
     found = convolution(target, *arrays)
     assert found.flops == 2 * 16384 * 256 * 9 * 128
-    assert found.products_s == pytest.approx(tiled_s(1, *sides, DEVICE.flops_16bit))
+    assert found.products_s == pytest.approx(tiled_s(1, *sides, DEVICE.flops_16bit, 96))
 
 
-def test_a_few_channels_cost_as_much_as_eight() -> None:
-    def of(channels: int) -> float:
-        left = f"bf16[16,32,32,{channels}]{{3,2,1,0}}"
-        kernel = f"bf16[256,3,3,{channels}]{{3,2,1,0}}"
-        return convolution("Forward", left, kernel, WIDER).products_s
+def test_a_contraction_along_such_rows_is_slower() -> None:
+    found = product("bf16[4096,4098]{1,0}", "bf16[4098,1024]{1,0}", "bf16[4096,1024]{1,0}")
+    rate = UNALIGNED_DEPTH[4] * DEVICE.flops_16bit
+    assert found.products_s == pytest.approx(tiled_s(1, 4096, 1024, 4098, rate, 96))
 
-    assert of(3) == of(8) < of(16)
+
+def test_a_convolution_of_few_channels_runs_on_lanes() -> None:
+    left, kernel = "bf16[16,32,32,3]{3,2,1,0}", "bf16[256,3,3,3]{3,2,1,0}"
+    found = convolution("Forward", left, kernel, WIDER)
+    assert found.products_s == 0 and found.lane_ops == found.flops / 2 == 16384 * 256 * 27
 
 
 def test_a_depthwise_convolution_runs_on_lanes() -> None:
@@ -308,6 +313,15 @@ def test_scratch_memory_of_a_library_is_no_traffic() -> None:
     assert found.num_bytes == 4 * (128 + 128 + 64) and found.flops == 2 * 8 * 8 * 16
 
 
+@pytest.mark.parametrize(("lengths", "passes"), [("64", 1), ("32,64", 2)])
+def test_a_fourier_transform_passes_once_for_each_dimension(lengths: str, passes: int) -> None:
+    found = work(
+        f"""%p = c64[8,32,64]{{2,1,0}} parameter(0)
+        ROOT %t = c64[8,32,64]{{2,1,0}} fft(%p), fft_type=FFT, fft_length={{{lengths}}}"""
+    )
+    assert found.num_bytes == passes * 2 * 8 * 8 * 32 * 64
+
+
 # Seconds
 
 
@@ -319,7 +333,7 @@ def test_the_slowest_kind_of_work_nearly_decides() -> None:
     assert seconds(Work(lane_ops=lanes), 0.0, DEVICE) == pytest.approx(1 + LAUNCH_S)
     assert seconds(Work(products_s=1.0, written=0.3 * second), 0.0, DEVICE) < 1.01
     both = seconds(Work(products_s=1.0, written=second), 0.0, DEVICE)
-    assert both == pytest.approx(2 ** (1 / SMOOTH) + LAUNCH_S)
+    assert both == pytest.approx(2 ** (1 / SMOOTH) + LAUNCH_S + PRODUCT_S)
 
 
 def test_cached_traffic_is_faster() -> None:
