@@ -22,7 +22,7 @@ from autopar.ir.stages import SearchReport
 from autopar.ir.text import format_bytes
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
-from autopar.rewrite.layers import find_layers
+from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.memory_budget import RESERVE_SHARE
 from autopar.sharding.plan_whole import WholeStep, plan_smallest, plan_whole
@@ -43,6 +43,8 @@ from autopar.tracer.costs import aval_bytes, program_flops
 _FEWEST_LAUNCHES = 6
 # The time that the next way to plan a step takes, relative to all before it; a guess.
 _NEXT_WAY = 0.25
+# Of what a backward pass reads, the part that must be in memory (see `rewrite.residuals`).
+_HELD_SHARE = 1 / 3
 # Across hosts, solve a plan on one mesh if tables put it no further behind than this.
 _WORTH_SOLVING = 1.05
 
@@ -171,8 +173,7 @@ def _best_planned(task: AutoTask, outcomes: _Outcomes, one_mesh: bool) -> Planne
         outcomes.tried[PIPELINES] = "not tried: one mesh was asked for"
         return _fitted_on_one_mesh(task, outcomes)
     reason = None
-    whole_may_fit = not task.number_is_free or _may_fit(task)
-    if task.cluster.num_hosts > 1 or not whole_may_fit:
+    if not _fits_easily(task):
         reason = _why_whole_batch(task)
         if reason is None:
             return _pipeline_first(task, outcomes)
@@ -369,21 +370,44 @@ def _smallest(task: AutoTask, outcomes: _Outcomes) -> PlannedStep:
     raise with_failures(misfit, failures) from misfit.__cause__
 
 
+def _fits_easily(task: AutoTask) -> bool:
+    """Whether a plan on one mesh should come before pipelines. Within a host, if the whole batch
+    may fit at all; across hosts, if it leaves half of the memory free without recomputation: then
+    a plan is soon found, and few pipelines beat it. Else tables of stages know more, sooner."""
+    if task.cluster.num_hosts == 1:
+        return not task.number_is_free or _may_fit(task)
+    if not task.number_is_free:
+        return False
+    if (layers := _layers(task)) is None:
+        return False
+    held = sum(layer.residual_bytes for layer in layers) * _HELD_SHARE
+    return (_state_bytes(task) + held) / task.cluster.num_devices <= task.budget_bytes / 2
+
+
 def _may_fit(task: AutoTask, num_micro_batches: int = 1) -> bool:
     """Whether so many micro-batches may fit on all devices: state, what every layer keeps if all
-    are recomputed, and the largest layer, divided evenly. Of what its backward pass reads, about a
-    third must be in memory (see `rewrite.residuals`)."""
+    are recomputed, and the largest layer, divided evenly."""
+    if (layers := _layers(task)) is None:
+        return True
+    held = sum(layer.kept_bytes for layer in layers)
+    largest = max((layer.residual_bytes / layer.trips for layer in layers), default=0)
+    held += largest * _HELD_SHARE
+    each = (_state_bytes(task) + held / num_micro_batches) / task.cluster.num_devices
+    return each <= task.budget_bytes
+
+
+def _layers(task: AutoTask) -> Sequence[Layer] | None:
     step = task.source.whole
     try:
-        layers = find_layers(step.program, batch=step.batch)
+        return find_layers(step.program, batch=step.batch)
     except Exception as error:
         task.log.contain("recomputation", error)
-        return True
-    state = sum(aval_bytes(step.avals[i]) for i, _ in step.state)
-    held = sum(layer.kept_bytes for layer in layers)
-    held += max((layer.residual_bytes / layer.trips for layer in layers), default=0) / 3
-    each = (state + held / num_micro_batches) / task.cluster.num_devices
-    return each <= task.budget_bytes
+        return None
+
+
+def _state_bytes(task: AutoTask) -> int:
+    step = task.source.whole
+    return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
 
 
 # -- reasons

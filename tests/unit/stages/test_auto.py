@@ -36,7 +36,11 @@ def step_of(loss):
 
 
 def notes_of(loss) -> str:
-    plan = autopar.plan(step_of(loss), WEIGHTS, BATCH, cluster=HOSTS)
+    """Of a step whose gradients, over a slow network, are a reason for a pipeline."""
+    hosts = autopar.ClusterSpec(2, 2, "a100-sxm", host_bandwidth=1e9)
+    weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 4
+    batch = {"x": jax.ShapeDtypeStruct((8192, 4096), jnp.float32)}
+    plan = autopar.plan(step_of(loss), weights, batch, cluster=hosts)
     assert not plan.is_pipeline
     assert plan.num_micro_batches == 1
     assert plan.search is not None
@@ -45,11 +49,11 @@ def notes_of(loss) -> str:
 
 def test_a_step_that_takes_the_whole_batch_alone_is_left_whole() -> None:
     def picky(weights, batch):
-        if batch["x"].shape[0] != 8:
-            raise ValueError("needs 8 rows")
+        if batch["x"].shape[0] != 8192:
+            raise ValueError("needs 8192 rows")
         return jnp.sum(forward(weights, batch["x"]))
 
-    assert "cannot be called with a micro-batch: needs 8 rows" in notes_of(picky)
+    assert "cannot be called with a micro-batch: needs 8192 rows" in notes_of(picky)
 
 
 def test_a_batch_is_not_cut_where_that_would_change_results() -> None:
@@ -59,6 +63,41 @@ def test_a_batch_is_not_cut_where_that_would_change_results() -> None:
         return jnp.mean(jnp.square(x @ weights[0]))
 
     assert "would change results" in notes_of(normalised)
+
+
+def test_no_pipeline_is_searched_where_none_can_win() -> None:
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS)
+    assert not plan.is_pipeline and plan.search is not None
+    assert "Pipelines were not tried: it would take" in " ".join(plan.search.notes)
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.4, True), (0.6, False)])
+def test_across_hosts_one_mesh_comes_first_where_memory_is_not_short(
+    monkeypatch: pytest.MonkeyPatch, share: float, first: bool
+) -> None:
+    """Pipelines take most of the time there is; the plan on one mesh must not wait for them."""
+    weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 4
+    batch = {"x": jax.ShapeDtypeStruct((64, 4096), jnp.float32)}
+    state_bytes = 4 * 4096 * 4096 * 4 / HOSTS.num_devices
+    options = autopar.ShardingOptions(memory_budget_bytes=state_bytes / share)
+    ways: list[str] = []
+    for name in ("_one_mesh_first", "_pipeline_first"):
+        monkeypatch.setattr(auto, name, lambda *_, name=name: ways.append(name))
+    monkeypatch.setattr(auto, "_smallest", lambda task, outcomes: _end())
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    with pytest.raises(_EndError):
+        method = autopar.AutoParallel(options=options)
+        autopar.plan(step, weights, batch, cluster=HOSTS, method=method)
+    assert ways[:1] == ["_one_mesh_first" if first else "_pipeline_first"]
+
+
+class _EndError(Exception):
+    """No plan is needed."""
+
+
+def _end() -> None:
+    raise _EndError
 
 
 def test_one_device_is_planned_as_it_is() -> None:
