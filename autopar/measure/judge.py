@@ -157,6 +157,7 @@ class _Judge:
         self.device = cluster.spec
         self.sums = _Sums()
         self.cache = _Cache()
+        self.works: dict[tuple[str, str], Work] = {}
         self.unknown_loops: list[str] = []
 
     def judge(self) -> Judgement:
@@ -270,7 +271,10 @@ class _Judge:
     def _kernel(
         self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: int
     ) -> None:
-        work = work_of(one, self.module, by_name, self.device)
+        if (one.computation, one.name) not in self.works:
+            work = work_of(one, self.module, by_name, self.device)
+            self.works[one.computation, one.name] = work
+        work = self.works[one.computation, one.name]
         seconds = kernel_seconds(work, self._cached_bytes(one, work, by_name), self.device)
         flops, num_bytes = work.flops, work.num_bytes
         clock.kernels += seconds
