@@ -114,7 +114,8 @@ def _compare(
     sharded = _train(parallel_step, demo.state, batches, "all devices", out)
     executable = parallel_step.last_executable
     assert executable is not None
-    print(f"\nThe plan:\n{executable.plan}\n", file=out)
+    own = ", whose step is predicted for devices with cores of their own" if is_virtual else ""
+    print(f"\nThe plan{own}:\n{executable.plan}\n", file=out)
     worst = max(abs(a - b) for a, b in zip(alone.losses, sharded.losses, strict=True))
     agrees = worst <= TOLERANCE
     print(
