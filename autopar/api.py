@@ -194,6 +194,7 @@ class ParallelFunction:
                 devices=now.all_devices(),
                 cluster_of=now.cluster,
                 method=method,
+                given=self._method,
                 options=options,
             )
         options = replace(options, whole_stacks=now.remote is not None)

@@ -69,9 +69,11 @@ def plan_together(
     devices: Sequence[Any],
     cluster_of: Callable[[], ClusterSpec],
     method: ParallelMethod | ParallelPlan | None,
+    given: ParallelMethod | ParallelPlan | None,
     options: StepOptions,
 ) -> PlannedStep:
-    """`plan_step`, once for all processes; each of them must call it."""
+    """`plan_step`, once for all processes; each of them must call it. `given`: the method as the
+    user gave it, for errors."""
     name = getattr(fn, "__name__", type(fn).__name__)
     consensus = Consensus(name)
 
@@ -86,7 +88,7 @@ def plan_together(
             "devices": [d.id for d in devices],
             "step": name,
             "options": repr(options),
-            **_method_report(method),
+            **_method_report(given),
             **types,
         }
 

@@ -19,6 +19,7 @@ PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 
 ATTRIBUTE = "Python's protocol of __getattr__"
 READER = "the reader of the file or text catches it, and raises an AutoparError that names it"
+STORE = "as the operating system's own of a file: whoever saves or reads catches both"
 ALLOWED: dict[tuple[str, str], str] = {
     ("__init__.py", "AttributeError"): ATTRIBUTE,
     ("ir/objects/object_tree.py", "AttributeError"): ATTRIBUTE,
@@ -30,6 +31,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("ir/files.py", "OSError"): "as the operating system's own",
     ("runtime/checkpoints/files.py", "OSError"): "as the operating system's own",
     ("runtime/checkpoints/folders.py", "FileExistsError"): "as the operating system's own",
+    ("runtime/checkpoints/object_folders.py", "FileExistsError"): STORE,
+    ("runtime/checkpoints/objects.py", "FileNotFoundError"): STORE,
+    ("runtime/checkpoints/objects.py", "OSError"): STORE,
+    ("runtime/checkpoints/objects.py", "TimeoutError"): STORE,
     ("ir/sealed.py", "ValueError"): READER,
     ("inspect/perfetto.py", "ValueError"): READER,
     ("ir/details.py", "ValueError"): READER,
