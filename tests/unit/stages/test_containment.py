@@ -34,6 +34,9 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
 
 WEIGHTS, BATCH = [array(16, 16)] * 4, {"x": array(16, 16)}
 HOST, HOSTS = autopar.ClusterSpec(1, 4, "a100-sxm"), autopar.ClusterSpec(2, 2, "a100-sxm")
+# A step whose gradients, over a slow network, are a reason for a pipeline.
+LARGE = [array(4096, 4096)] * 4, {"x": array(8192, 4096)}
+FAR_HOSTS = autopar.ClusterSpec(2, 2, "a100-sxm", host_bandwidth=1e9)
 
 
 def train_step(weights: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -193,7 +196,7 @@ def test_without_tables_the_default_stays_on_one_mesh(monkeypatch: pytest.Monkey
     Injected(monkeypatch, layer_tables, "solve_graph", always)
     with pytest.raises(PlanningError, match="no mesh of any submesh could be priced"):
         plan(PipeshardParallel(2))
-    whole = plan(AutoParallel(), HOSTS)
+    whole = plan(AutoParallel(), FAR_HOSTS, args=LARGE)
     assert not whole.is_pipeline
     assert whole.search is not None and "autopar failed" in " ".join(whole.search.notes)
     assert "IndexError" in warning_of(whole) and "candidates" in warning_of(whole)
@@ -274,7 +277,7 @@ def test_the_default_goes_on_with_pipelines_and_with_one_mesh(
         assert "ruled out a plan on one mesh: IndexError" in warning_of(pipeline)
     with monkeypatch.context() as patch:
         Injected(patch, auto, "plan_pipeline", always)
-        whole = plan(AutoParallel(), HOSTS)
+        whole = plan(AutoParallel(), FAR_HOSTS, args=LARGE)
         assert not whole.is_pipeline
         assert "ruled out pipelines: IndexError" in warning_of(whole)
     Injected(monkeypatch, auto, "plan_whole", always)
