@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 from autopar.errors import ArgumentError
 
@@ -52,7 +53,7 @@ def stored_options(options: Mapping[str, XlaValue]) -> StoredOptions:
     return tuple((name, _text(options[name])) for name in sorted(options))
 
 
-def compiler_options(stored: Sequence[tuple[str, str]] | None) -> dict[str, XlaValue] | None:
+def compiler_options(stored: Sequence[tuple[str, str]] | None) -> dict[str, Any] | None:
     """As `jax.stages.Lowered.compile(compiler_options=…)` takes them; None for XLA's defaults."""
     return {name: _value(text) for name, text in stored} if stored else None
 

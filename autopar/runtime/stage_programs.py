@@ -12,7 +12,6 @@ import jax
 
 from autopar.errors import CompileError
 from autopar.ir.pipeline import StageProgram
-from autopar.ir.xla_options import XlaValue
 from autopar.progress import Progress, logged
 
 # (stage, value) -> type and sharding; for a value of each micro-batch, of one micro-batch.
@@ -23,7 +22,7 @@ def compile_stage_programs(
     step_name: str,
     names: Sequence[str],
     lowered: Sequence[jax.stages.Lowered],
-    xla_options: dict[str, XlaValue] | None = None,
+    xla_options: dict[str, Any] | None = None,
 ) -> list[jax.stages.Compiled]:
     """Compiles several at a time."""
     what = f"compiling {step_name}"
