@@ -154,7 +154,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--baselines",
         action="store_true",
-        help="with --report: plan data parallel, ZeRO-2 and ZeRO-3 too, and show them beside it",
+        help="with --report: show data parallelism, ZeRO-2, FSDP and Megatron beside the plan",
     )
     plan.add_argument("--depth", type=_positive, help="levels of modules to show")
     plan.add_argument("--full", action="store_true", help="print all that the plan says")

@@ -8,9 +8,10 @@ from argparse import Namespace
 from dataclasses import replace
 
 from autopar.cli.arguments import STARTED
+from autopar.cli.baselines import baselines
 from autopar.cli.requests import MadePlan, PlanRequest, make_plan, request_of, use_no_devices
 from autopar.cli.targets import check_target
-from autopar.errors import AutoparError, MemoryBudgetError
+from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
@@ -31,6 +32,8 @@ def run_plan(arguments: Namespace) -> int:
         budget=arguments.budget,
         verify=arguments.verify,
     )
+    if arguments.baselines:
+        _check_baselines(arguments, request)
     if arguments.batch is not None:
         request = request.with_option("batch", arguments.batch)
     if arguments.verify:
@@ -42,7 +45,14 @@ def run_plan(arguments: Namespace) -> int:
     if arguments.save:
         plan.save(arguments.save)
     if arguments.report:
-        compare = baselines_of(request, made) if arguments.baselines else {}
+        compare = {}
+        if arguments.baselines:
+            step = made.step
+            compare = baselines(
+                made.plan,
+                made.target.cluster,
+                lambda method: make_plan(request, step, method=method).plan,
+            )
         plan.report(arguments.report, compare=compare)
     if not arguments.quiet:
         print(plan.explain(depth=arguments.depth, detail="full" if arguments.full else "short"))
@@ -69,22 +79,16 @@ def run_plan(arguments: Namespace) -> int:
     return code
 
 
-def baselines_of(request: PlanRequest, made: MadePlan) -> dict[str, ParallelPlan | str]:
-    """The same step with the methods that most people would use, or why there is no such plan."""
-    plans: dict[str, ParallelPlan | str] = {}
-    for name, title in BASELINES.items():
-        plain = replace(
-            request, method=name, micro_batches=None, budget=None, stages=None, layers=None,
-            schedule=None, remat=None,
-        )  # fmt: skip
-        try:
-            plans[title] = make_plan(plain, made.step).plan
-        except AutoparError as error:
-            plans[title] = str(error).splitlines()[0]
-    return plans
-
-
-BASELINES = {"data": "data parallel", "zero2": "ZeRO-2", "zero3": "FSDP (ZeRO-3)"}
+def _check_baselines(arguments: Namespace, request: PlanRequest) -> None:
+    if not arguments.report:
+        raise ArgumentError(
+            "--baselines: they are shown beside the plan in its report; add --report plan.html."
+        )
+    if request.target().mesh is not None:
+        raise ArgumentError(
+            "--baselines: links in relative units (alpha, beta) price communication alone, and "
+            "baselines need step times. Give bandwidths and a device."
+        )
 
 
 def _verified(

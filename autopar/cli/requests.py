@@ -93,18 +93,19 @@ def make_plan(
     request: PlanRequest,
     loaded: UserStep | None = None,
     correction: MemoryCorrection | None = None,
+    method: methods.ParallelMethod | None = None,
 ) -> MadePlan:
     """`loaded`: the step, if the factory was already called. `correction`: what XLA was found to
-    keep, over what is predicted."""
+    keep, over what is predicted. `method`: instead of the one that the options select."""
     target = request.target()
     started = time.perf_counter()
     step = load_step(request.factory, dict(request.options)) if loaded is None else loaded
     parallelized = step.step if isinstance(step.step, api.ParallelFunction) else None
-    method = method_of(request, target, parallelized and parallelized.method)
-    if not isinstance(method, ParallelPlan):
-        method = with_correction(method, correction)
+    chosen = method or method_of(request, target, parallelized and parallelized.method)
+    if not isinstance(chosen, ParallelPlan):
+        chosen = with_correction(chosen, correction)
         if request.verify:
-            method = on_devices_only(method, "GPUs that are absent")
+            chosen = on_devices_only(chosen, "GPUs that are absent")
     loaded_at = time.perf_counter()
     batch = {} if request.batch_argnums is None else {"batch_argnums": request.batch_argnums}
     if request.batch_argnums is not None and parallelized is not None:
@@ -113,7 +114,7 @@ def make_plan(
             "autopar.parallelize there."
         )
     plan = api.plan(
-        step.step, *step.args, cluster=target.cluster, method=method, **batch, **step.kwargs
+        step.step, *step.args, cluster=target.cluster, method=chosen, **batch, **step.kwargs
     )
     done = time.perf_counter()
     return MadePlan(plan, target, step, loaded_at - started, done - loaded_at)

@@ -159,7 +159,7 @@ def _stored_notes(plan: ParallelPlan, tensor: Tensor) -> tuple[str, ...]:
     gradient. Prices of other layouts need the program."""
     splits = [n for n, d in zip(plan.mesh_shape, tensor.layout, strict=True) if d != WHOLE]
     notes = []
-    if (whole := _num_bytes(tensor)) is not None:
+    if (whole := tensor_bytes(tensor)) is not None:
         share = format_bytes(whole / prod(splits))
         notes.append(f"It takes {share} on each device, of {format_bytes(whole)}.")
     for one in plan.details.collectives if plan.details is not None else ():
@@ -178,7 +178,7 @@ def _stored_notes(plan: ParallelPlan, tensor: Tensor) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _num_bytes(tensor: Tensor) -> int | None:
+def tensor_bytes(tensor: Tensor) -> int | None:
     """None for random keys, whose types have no size of their own."""
     try:
         return prod(tensor.shape) * dtype(tensor.dtype).itemsize

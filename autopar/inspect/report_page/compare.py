@@ -8,6 +8,7 @@ from typing import Any
 from autopar.inspect.breakdown import shares_of
 from autopar.inspect.diff import diff
 from autopar.inspect.explain import where_text
+from autopar.inspect.lines import counted
 from autopar.inspect.report_page.encode import short
 from autopar.ir.plan import ParallelPlan
 
@@ -37,7 +38,7 @@ def _row(name: str, plan: ParallelPlan, base: ParallelPlan) -> dict[str, Any]:
     return {
         "name": name,
         "failure": "",
-        "where": where_text(plan).partition(": ")[2],
+        "where": _where(plan),
         "step_s": short(plan.estimated_step_s),
         "ratio": short(ratio),
         "compute_s": short(shares.compute),
@@ -48,3 +49,14 @@ def _row(name: str, plan: ParallelPlan, base: ParallelPlan) -> dict[str, Any]:
         "fits": plan.estimated_peak_bytes
         <= min(plan.memory_budget_bytes, base.memory_budget_bytes),
     }
+
+
+def _where(plan: ParallelPlan) -> str:
+    """The mesh or stages, micro-batches and recomputation."""
+    parts = [where_text(plan).partition(": ")[2]]
+    if plan.num_micro_batches > 1:
+        parts.append(counted(plan.num_micro_batches, "micro-batch"))
+    recomputed = len(plan.remat) or sum(stage.remat for stage in plan.stages)
+    if recomputed:
+        parts.append(f"recomputing {counted(recomputed, 'layer' if plan.remat else 'stage')}")
+    return ", ".join(parts)

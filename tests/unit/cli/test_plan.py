@@ -258,5 +258,19 @@ def test_baselines_are_planned_beside_it(tmp_path, capsys) -> None:
     flags = ("--cluster", "1x4:h100-sxm", "--method", "shard", "--report", str(page), "--quiet")
     assert run(capsys, "plan", STEP, *flags, "--baselines")[0] == 0
     text = page.read_text(encoding="utf-8")
-    for name in ("this plan", "data parallel", "ZeRO-2", "FSDP (ZeRO-3)"):
+    for name in ("this plan", "data parallel", "ZeRO-2", "FSDP (ZeRO-3)", "Megatron"):
         assert f'"name":"{name}"' in text
+
+
+def test_baselines_without_a_report_or_without_times_are_refused(tmp_path, capsys) -> None:
+    code, _, err = run(capsys, "plan", STEP, "--cluster", "1x4:h100-sxm", "--baselines")
+    assert code == 2 and "add --report plan.html" in err
+    cluster = tmp_path / "relative.toml"
+    cluster.write_text(
+        "[cluster]\nhosts = 2\ndevices_per_host = 4\n[device]\nmemory = '32 GB'\n"
+        "[links]\nalpha = [1, 1]\nbeta = [1, 0.01]\n"
+    )
+    page = tmp_path / "plan.html"
+    flags = ("--cluster", str(cluster), "--report", str(page), "--baselines")
+    code, _, err = run(capsys, "plan", STEP, *flags)
+    assert code == 2 and "baselines need step times" in err and not page.exists()
