@@ -20,13 +20,14 @@ from autopar.errors import (
     MeshError,
     shortened,
 )
-from autopar.executables import make_executable, make_remote_executable
+from autopar.executables import lower_for_cluster, make_executable, make_remote_executable
 from autopar.inspect.dump import describing
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.objects.equinox_modules import is_equinox_module
 from autopar.ir.objects.nnx import NO_OBJECTS, has_objects, is_object, split_objects, update_objects
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.remote import LoweredStep
 from autopar.ir.stages import SearchReport
 from autopar.lower.given_devices import devices_of_step
 from autopar.lower.planned_step import PlannedStep
@@ -46,6 +47,8 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.ranks.failures import add_remedy, is_out_of_memory
 from autopar.runtime.remote.arrays import DistributedArray
+from autopar.runtime.remote.executable import RemoteExecutable
+from autopar.runtime.remote.session import RemoteSession
 from autopar.session import checked_devices
 from autopar.sharding.refit import (
     RAN_OUT,
@@ -89,10 +92,10 @@ class ParallelFunction:
         self._method = method
         self._options = options
         self._plans: dict[Any, list[PlannedStep]] = {}
+        self._lowered: list[tuple[PlannedStep, LoweredStep]] = []  # for clusters
         self._entries: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
-        self._timed: list[
-            tuple[PlannedStep, Executable]
-        ] = []  # compiled before they are called: to rank plans, or to see whether they fit
+        # Compiled before they are called: to rank plans, or to see whether they fit.
+        self._compiled_early: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
         self._takes_objects = False  # whether a call had nnx objects among its arguments
         self.last_planned: PlannedStep | None = None
         self.last_executable: Executable | None = None
@@ -149,7 +152,7 @@ class ParallelFunction:
         apart = split_objects(args, kwargs, self._options.static_argnums)
         args, kwargs = _without_values((apart.args, apart.kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
-        key = (call.treedef, call.static, call.static_args, session.current().key)
+        key = (call.treedef, call.static, call.static_args, session.current().plan_key)
         known = self._plans.setdefault(key, [])
         types = _types(call.leaves)
         planned = next((p for p in known if _types_of(p.traced.avals) == types), None)
@@ -159,14 +162,31 @@ class ParallelFunction:
         self.last_planned = planned
         return planned
 
+    def _forget_ended_sessions(self) -> None:
+        """After a restart, the plan is the same, but programs are compiled by new workers."""
+        for kept in (self._entries, self._compiled_early):
+            for old in [key for key in kept if session.is_over(key[-1])]:
+                del kept[old]
+
     def planned_to_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """The planned step as it will run: where memory is limited, it is compiled, and planned
         again if it does not fit by XLA's count."""
         if _jax.is_tracing() or self._limit(self.planned(args, kwargs)) is None:
             return self.planned(args, kwargs)
         entry = self._compile(args, kwargs)
-        self._timed.append(entry)
+        self._keep_compiled(*entry)
         return entry[0]
+
+    def _keep_compiled(self, planned: PlannedStep, executable: Executable) -> None:
+        """For the first call."""
+        key = (session.current().key,)
+        self._compiled_early.setdefault(key, []).append((planned, executable))
+
+    def _take_compiled(self, planned: PlannedStep) -> Executable | None:
+        known = self._compiled_early.get((session.current().key,), [])
+        found = next((executable for one, executable in known if one is planned), None)
+        known[:] = [entry for entry in known if entry[0] is not planned]
+        return found
 
     def _make_plan(
         self,
@@ -248,7 +268,7 @@ class ParallelFunction:
         )
         if fastest.executable is not None:
             fastest.executable.plan = fastest.planned.plan
-            self._timed.append((fastest.planned, fastest.executable))
+            self._keep_compiled(fastest.planned, fastest.executable)
         return fastest.planned
 
     def compiled_entries(self) -> list[tuple[PlannedStep, Executable]]:
@@ -303,8 +323,6 @@ class ParallelFunction:
                 planned, executable = self._after_out_of_memory(
                     (planned, executable), args, kwargs, error
                 )
-        for old in [k for k in self._entries if session.is_over(k[-1])]:
-            del self._entries[old]
         self._entries.setdefault(key, []).insert(0, (planned, executable))
         self.last_executable = executable
         return planned.traced.rebuild_output(results)
@@ -353,7 +371,8 @@ class ParallelFunction:
         if remote is None:
             executable = self._compile_here(planned)
         else:
-            executable = make_remote_executable(planned, remote)
+            self._forget_ended_sessions()
+            executable = self._take_compiled(planned) or self._compile_there(planned, remote)
         executable.describe = describing(planned)
         return planned, executable
 
@@ -399,6 +418,11 @@ class ParallelFunction:
             keep_plan(planned, first.cache_key)
         for known in self._plans.values():
             known[:] = [planned if p is first or p is entry[0] else p for p in known]
+        self._lowered = [
+            (planned if p is entry[0] else p, lowered)
+            for p, lowered in self._lowered
+            if p is not first or first is entry[0]
+        ]
         if self.last_planned is first or self.last_planned is None:
             self.last_planned = planned
         return planned, executable
@@ -422,11 +446,17 @@ class ParallelFunction:
             raise misfit from error
         return self._keep_found(planned, again, found)
 
+    def _compile_there(self, planned: PlannedStep, remote: RemoteSession) -> RemoteExecutable:
+        """On workers. A step is lowered once, however often its cluster is restarted."""
+        lowered = next((lowered for one, lowered in self._lowered if one is planned), None)
+        if lowered is None:
+            lowered = lower_for_cluster(planned, remote)
+            self._lowered.append((planned, lowered))
+        return make_remote_executable(planned, remote, lowered)
+
     def _compile_here(self, planned: PlannedStep) -> Executable:
         """On devices of this process; a plan that was timed is compiled already."""
-        executable = next((e for timed, e in self._timed if timed is planned), None)
-        self._timed = [entry for entry in self._timed if entry[0] is not planned]
-        executable = executable or make_executable(planned, local_devices())
+        executable = self._take_compiled(planned) or make_executable(planned, local_devices())
         if is_multi_controller():
             assert isinstance(executable, LocalExecutable)  # plan_together allows no other
             compile_together(planned.plan.name, lambda: executable.compiled)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from autopar.errors import PlanError
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.remote import LoweredStep
 from autopar.lower.given_devices import devices_for
 from autopar.lower.lower_step import (
     AbstractDevices,
@@ -79,14 +80,22 @@ def _check_whole(plan: ParallelPlan) -> None:
         )
 
 
-def make_remote_executable(planned: PlannedStep, remote: RemoteSession) -> RemoteExecutable:
-    """The step on the meshes of a cluster."""
+def lower_for_cluster(planned: PlannedStep, remote: RemoteSession) -> LoweredStep:
+    """The step's stage programs and lists of instructions, for the meshes of a cluster."""
     _check_whole(planned.plan)
-    spec, traced = remote.cluster.spec, planned.traced
+    spec = remote.cluster.spec
     devices = AbstractDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
+    return lower_for_workers(planned, devices)
+
+
+def make_remote_executable(
+    planned: PlannedStep, remote: RemoteSession, lowered: LoweredStep | None = None
+) -> RemoteExecutable:
+    """The step on the meshes of a cluster. `lowered`: what was lowered for one of that size."""
+    traced = planned.traced
     return RemoteExecutable(
         planned.plan,
-        lower_for_workers(planned, devices),
+        lowered or lower_for_cluster(planned, remote),
         remote,
         traced.avals,
         traced.out_avals,

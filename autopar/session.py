@@ -50,6 +50,12 @@ class Session:
         """Equal for sessions that can share compiled programs."""
         return ("local", self.devices, self.profile) if self.remote is None else self.number
 
+    @property
+    def plan_key(self) -> Hashable:
+        """Equal for sessions that can share plans: those of equal clusters, such as before and
+        after a restart."""
+        return self.key if self.remote is None else ("cluster", self.cluster())
+
     def all_devices(self) -> tuple[Any, ...]:
         """The devices of this process, or of all that `jax.distributed` has joined, process by
         process. Not used while the session is on a cluster."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import session
 from autopar.api import local_devices
 
 ROOT = Path(__file__).parents[2]
@@ -480,3 +482,16 @@ def test_vmap_does_not_depend_on_earlier_calls(rows: int | None) -> None:
     want = jnp.tanh(xs @ w)
     assert_close(jax.vmap(forward, (None, 0))(w, xs), want)
     assert_close(jax.jit(forward)(w, xs[0]), want[0])
+
+
+def test_a_restart_on_an_equal_cluster_plans_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that is restarted a thousand times would keep a thousand plans."""
+    parallel = autopar.parallelize(step, method=autopar.DataParallel())
+    plans = []
+    for number, num_devices in enumerate((2, 2, 4, 2)):
+        cluster = SimpleNamespace(spec=autopar.ClusterSpec(1, num_devices, "cpu"), platform="cpu")
+        remote: Any = SimpleNamespace(cluster=cluster, close=lambda: None)
+        monkeypatch.setattr(session, "_current", session.Session(10_000 + number, remote=remote))
+        plans.append(parallel.plan(*ABSTRACT))
+    assert plans[1] is plans[0] and plans[3] is plans[0]
+    assert plans[2].num_devices == 4

@@ -6,6 +6,7 @@ Driver and workers have the same version of JAX, which is checked when workers s
 from __future__ import annotations
 
 import re
+import weakref
 from typing import Any
 
 import jax
@@ -43,8 +44,21 @@ def struct_of(type_: ShardedType, devices: list[Any] | None = None) -> jax.Shape
     return jax.ShapeDtypeStruct(type_.shape, type_.dtype, sharding=sharding_of(type_, devices))
 
 
+_known_exports: weakref.WeakKeyDictionary[LoweredProgram, dict[tuple[str, str], bytes]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def export_stage_program(step_name: str, stage_program: LoweredProgram, platform: str) -> bytes:
-    """The stage program as bytes, shardings included."""
+    """The stage program as bytes, shardings included. It is exported once while it lives: workers
+    of a restarted cluster get the same bytes, and JAX keeps what it has lowered for long."""
+    known = _known_exports.setdefault(stage_program, {})
+    if (step_name, platform) not in known:
+        known[step_name, platform] = _as_bytes(step_name, stage_program, platform)
+    return known[step_name, platform]
+
+
+def _as_bytes(step_name: str, stage_program: LoweredProgram, platform: str) -> bytes:
     try:
         return bytes(exported_stage_program(step_name, stage_program, platform).serialize())
     except ImportError as error:

@@ -38,6 +38,20 @@ def test_what_is_exported_on_no_devices_runs_on_devices() -> None:
     assert {s.data.shape for s in same.addressable_shards} == {(8, 4)}
 
 
+def test_a_stage_program_is_exported_once_while_it_lives() -> None:
+    traced = []
+
+    def function(x: Any) -> list[Any]:
+        traced.append(x)
+        return [2 * x]
+
+    stage_program = stage_program_of(function)
+    first = export_stage_program("train", stage_program, "cpu")
+    assert export_stage_program("train", stage_program, "cpu") is first
+    assert len(traced) == 1
+    assert export_stage_program("other", stage_program, "cpu") != first
+
+
 def test_options_of_xla_reach_the_workers_compiler() -> None:
     stage_program = stage_program_of(lambda x: [2 * x])
     program = export_stage_program("train", stage_program, "cpu")
