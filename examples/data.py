@@ -6,6 +6,7 @@ The rules are fixed: the same for every batch, process and run. `seed` chooses t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -54,14 +55,31 @@ def masked_topics(
         }
 
 
-def patterned_images(
-    image_size: int, num_classes: int, batch_size: int, *, seed: int = 0
+def text_windows(
+    path: Path, seq_len: int, batch_size: int, *, first: int = 0, seed: int = 0
 ) -> Iterator[Batch]:
-    """Images of noise with a faint pattern of their class."""
+    """Windows of a file's bytes, one token each; `targets` are the next bytes. Batch n is the same
+    whichever batch is the `first`."""
+    text = np.fromfile(path, np.uint8)
+    if len(text) <= seq_len:
+        raise ValueError(f"{path} has {len(text)} bytes; a window needs {seq_len + 1}")
+    while True:
+        starts = np.random.default_rng((seed, first)).integers(len(text) - seq_len, size=batch_size)
+        windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+        yield {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
+        first += 1
+
+
+def patterned_images(
+    image_size: int, num_classes: int, batch_size: int, *, first: int = 0, seed: int = 0
+) -> Iterator[Batch]:
+    """Images of noise with a faint pattern of their class. Batch n is the same whichever batch is
+    the `first`."""
     shape = (image_size, image_size, 3)
     patterns = np.random.default_rng(0).standard_normal((num_classes, *shape)).astype(np.float32)
-    random = np.random.default_rng(seed)
     while True:
+        random = np.random.default_rng((seed, first))
         labels = random.integers(num_classes, size=batch_size).astype(np.int32)
-        noise = random.standard_normal((batch_size, *shape)).astype(np.float32)
+        noise = random.standard_normal((batch_size, *shape), np.float32)
         yield {"images": patterns[labels] + noise, "labels": labels}
+        first += 1

@@ -74,6 +74,40 @@ def test_models_learn_on_several_devices(name: str, options: tuple[str, ...], sh
     assert_learned(text, share)
 
 
+def figures(folder: Path) -> dict[int, float]:
+    """Step -> loss, as the run's file has them; a step that came twice gave the same."""
+    found: dict[int, float] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert found.setdefault(row["step"], row["loss"]) == row["loss"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train_vit",
+        pytest.param("finetune_llama", marks=pytest.mark.ci),
+        pytest.param("train_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_at_real_size_resumes_exactly(name: str, tmp_path: Path) -> None:
+    """As `--size tiny`: six steps at once, and three, then three more, give the same losses."""
+    options = ["--size", "tiny", "--batch", "16", "--devices", "4", "--metrics-every", "1"]
+    options += ["--checkpoint-every", "2"]
+    if name == "finetune_llama":
+        options += ["--text", str(ROOT / "README.md")]
+    run(f"{name}.py", *options, "--steps", "6", "--run", str(tmp_path / "once"))
+    for steps, begins in ((3, 0), (6, 3)):
+        text = run(f"{name}.py", *options, "--steps", str(steps), "--run", str(tmp_path / "twice"))
+        assert f"from step {begins}\n" in text
+    once, twice = figures(tmp_path / "once"), figures(tmp_path / "twice")
+    # The first step of a process compiles, and is not measured.
+    assert sorted(once) == [2, 3, 4, 5, 6] and sorted(twice) == [2, 3, 5, 6]
+    assert twice == {step: once[step] for step in twice}
+    assert (tmp_path / "twice" / "plan.html").exists()
+
+
 def test_a_port_is_two_lines() -> None:
     before, after = ((EXAMPLES / "port" / name).read_text() for name in ("before.py", "after.py"))
     changed = [

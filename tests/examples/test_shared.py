@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +72,20 @@ def test_images_of_a_class_are_alike() -> None:
     distances = [np.linalg.norm(a - b) for a, b in itertools.combinations(means, 2)]
     noise = np.linalg.norm(batch["images"][0] - means[batch["labels"][0]])
     assert min(distances) > noise
+
+
+def test_images_and_windows_depend_on_their_number_alone(tmp_path: Path) -> None:
+    _, second = itertools.islice(data.patterned_images(8, 4, 16), 2)
+    again = next(data.patterned_images(8, 4, 16, first=1))
+    assert all((second[name] == again[name]).all() for name in second)
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(200)))
+    _, window = itertools.islice(data.text_windows(text, 16, 8), 2)
+    again = next(data.text_windows(text, 16, 8, first=1))
+    assert all((window[name] == again[name]).all() for name in window)
+    assert (window["targets"] == window["tokens"] + 1).all()
+    with pytest.raises(ValueError, match="has 200 bytes; a window needs 201"):
+        next(data.text_windows(text, 200, 8))
 
 
 def test_progress_tells_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:
