@@ -109,11 +109,16 @@ def _run_with_restarts(
     watch: ClusterWatch,
 ) -> tuple[Any, Any]:
     must_restart = False
+
+    def load_again() -> None:
+        stops.take_signals()
+        training.load(state, source)
+
     while True:
         written = training.written
         try:
             if must_restart:
-                restarts.start_again(lambda: training.load(state, source))
+                restarts.start_again(load_again)
             else:
                 training.load(state, source)
             watch.watch()

@@ -82,8 +82,8 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            for number in _signals():
-                self._before[number] = signal.signal(number, self._handle)
+            self._before = {number: signal.getsignal(number) for number in _signals()}
+        self.take_signals()
         if num_processes() > 1:
             self._together = _Together(self._asked, self.grace_s)
         return self
@@ -95,6 +95,11 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._together is not None:
             self._together.close()
+
+    def take_signals(self) -> None:
+        """Signals come here. Again after a cluster was started: Ray takes SIGTERM for itself."""
+        for number in self._before:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_over or (self._asked.is_set() and number == signal.SIGINT):

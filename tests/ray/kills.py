@@ -8,7 +8,11 @@ losses are those of a run without. `test_kills.py` and `benchmarks/kills.py` use
     start       SIGKILL while workers read the checkpoint and compile
     node        a node of Ray goes, with its workers
     torn        SIGKILL of a worker, after the newest checkpoint lost half of its data
-    network     the connections that carry data between the driver and a worker are cut
+    network     the connections that carry data between the driver and a worker are closed
+    cut         nothing reaches a worker any more, nor the driver from it, as behind a firewall
+    clock       the wall clock of all processes jumps forward by up to two hours: nothing should
+                come of it
+    clock_back  it jumps back: JAX may end workers that were started since
     sigterm     SIGTERM of the driver, which starts training again
     ctrl_c      SIGINT of the driver, likewise
     disk        the disk with the checkpoints is full until training ends; it starts again
@@ -38,6 +42,8 @@ import autopar
 from autopar import Preempted, session
 from autopar.errors import CheckpointError, ClusterError, WorkerError
 from autopar.runtime.remote.sockets import hang_up
+from tests.ray import clock
+from tests.ray.network import cut_between, cut_network
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
 CHECKPOINT_EVERY = 5
@@ -52,10 +58,14 @@ STATED_S = {
     "node": SILENCE_LIMIT_S + 10.0,
     "torn": 10.0,
     "network": SILENCE_LIMIT_S + 20.0,
+    "cut": SILENCE_LIMIT_S + 10.0,
+    "clock": 0.0,
+    "clock_back": SILENCE_LIMIT_S + 10.0,
     "sigterm": GRACE_S + 2.0,
     "ctrl_c": GRACE_S + 2.0,
     "disk": 60.0,
 }
+QUIET_S = SILENCE_LIMIT_S + 3.0  # after a jump of the clock
 OF_DRIVER = {"sigterm": Preempted, "ctrl_c": KeyboardInterrupt, "disk": CheckpointError}
 METHODS = {
     "2 meshes of 2 processes": autopar.PipeshardParallel(4, stages=autopar.UniformStages(2)),
@@ -111,10 +121,11 @@ def options(cache: Path) -> dict[str, Any]:
 
 
 def mixture(num_kills: int, seed: int, has_disk: bool = False) -> list[str]:
-    """What to do, in a random order: of about fifteen, five kills, two signals of each kind, and
-    one of each other kind."""
+    """What to do, in a random order: of about twenty, five kills, two signals of each kind, and
+    one of each other kind. The clock can jump if this process was started so."""
     kinds = ["kill", "sigterm", "stop", "kill", "ctrl_c", "node", "kill", "torn", "checkpoint"]
     kinds += ["kill", "sigterm", "start", "network", "kill", "ctrl_c", *["disk"] * has_disk]
+    kinds += ["cut", *["clock", "clock_back"] * clock.can_jump()]
     whats = [kinds[n % len(kinds)] for n in range(num_kills)]
     random.Random(seed).shuffle(whats)
     return whats
@@ -222,6 +233,7 @@ class Nodes:
         import ray
         from ray.cluster_utils import Cluster
 
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not behind all else on the machine
         self._cpus = cpus_per_node
         self._cluster = Cluster(
             initialize_head=True,
@@ -237,7 +249,10 @@ class Nodes:
         self._cluster.remove_node(lost, allow_graceful=False)
 
     def add(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
         self._nodes.append(self._cluster.add_node(num_cpus=self._cpus))
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray takes it: it thinks that we are a node
         self._cluster.wait_for_nodes()
 
     def __len__(self) -> int:
@@ -300,6 +315,7 @@ class Soak:
         self._rng = random.Random(seed)
         self._wanted: dict[str, Uninterrupted] = {}
         self._now = ""  # the method of this round
+        self._steps = {n: autopar.parallelize(train, method=METHODS[n]) for n in where}
         self._step: Any = None
         self._checkpoints = folder
         self._pending: deque[tuple[int, Any]] = deque()
@@ -328,7 +344,7 @@ class Soak:
         self._checkpoints = (self._disk or self._folder) / f"round_{number}"
         self._pending.clear()
         self._last_done, self._not_before = 0, self._every
-        self._step = autopar.parallelize(train, method=METHODS[name])
+        self._step = self._steps[name]
         while True:
             try:
                 state, _ = autopar.run_training(
@@ -408,12 +424,16 @@ class Soak:
 
     def _step_was_done(self, number: int) -> None:
         for record, killed_s in list(self._open):
+            is_clock = record.what in ("clock", "clock_back")
+            if is_clock and record.error_s is None and time.monotonic() - killed_s > QUIET_S:
+                record.named, record.error_s = "training went on", 0.0
+                self._thread = None
             if record.error_s is None:  # a step that was done before anybody noticed
                 continue
             record.next_step_s = time.monotonic() - killed_s
             record.num_again = self._last_done - number + 1
             record.exact = True
-            if record.what in ("sigterm", "ctrl_c") and record.num_again > 0:
+            if record.what in ("sigterm", "ctrl_c", "clock") and record.num_again > 0:
                 record.wrong += f"{record.num_again} steps were done again"
             self._open.remove((record, killed_s))
             record.driver_bytes = memory_bytes("self")
@@ -464,7 +484,7 @@ class Soak:
         wrong: list[str] = []
         if record.error_s is None or record.error_s > STATED_S[record.what]:
             wrong.append(f"told after {record.error_s} s")
-        if record.what != "network" and not any(
+        if record.what not in ("network", "clock_back") and not any(
             said.startswith(f"Worker {number} ") for number in record.workers
         ):
             wrong.append("names another worker")
@@ -473,6 +493,7 @@ class Soak:
                 record.wrong = "; ".join([*wrong, said])
             return
         words = {"stop": "has not answered", "node": "lost with its node"}
+        words |= {"cut": words["stop"], "clock_back": "was ended by JAX"}
         if words.get(record.what, "died") not in record.named:
             wrong.append("tells something else")
         if not error.host or error.host not in said or error.mesh is None:
@@ -528,7 +549,14 @@ class Soak:
             assert self._nodes is not None
             self._nodes.lose(victim.node.node_id)
         elif what == "network":
-            self._cut_connections(victim)
+            for sock in self._connections(victim):
+                hang_up(sock)
+        elif what == "cut":
+            for sock in self._connections(victim):
+                cut_between(sock)
+            cut_network(victim.hello.pid)
+        elif what in ("clock", "clock_back"):
+            clock.jump(self._rng.randrange(60, 7200) * (1 if what == "clock" else -1))
         elif what == "disk":
             self._fill_path().write_bytes(b"")
             _fill(self._fill_path())
@@ -539,12 +567,15 @@ class Soak:
                 _tear(max(self._checkpoints.glob("step_*")))
             kill(victim, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
 
-    def _cut_connections(self, victim: Any) -> None:
-        for mesh in self._step.last_executable.meshes:
-            for place, channel in zip(mesh.places, mesh.channels, strict=True):
-                if place.worker == victim.place.worker:
-                    hang_up(channel._up)
-                    hang_up(channel._down)
+    def _connections(self, victim: Any) -> list[Any]:
+        """Of the driver, with data of a worker."""
+        return [
+            sock
+            for mesh in self._step.last_executable.meshes
+            for place, channel in zip(mesh.places, mesh.channels, strict=True)
+            if place.worker == victim.place.worker
+            for sock in (channel._up, channel._down)
+        ]
 
     def _at_work(self) -> list[Any]:
         """Workers of this round's meshes; others may be left of rounds before."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from autopar.errors import ClusterError
 from autopar.runtime.ray import agent as agent_module
 from autopar.runtime.ray.nodes import Layout, lay_out_at_least, read_nodes
-from autopar.runtime.ray.session import Host, NodeHandle, RaySession
+from autopar.runtime.ray.session import Host, NodeHandle, RaySession, remote_class
 
 
 def reserve(
@@ -92,7 +92,7 @@ def _start_agents(session: RaySession, layout: Layout, until_s: float) -> tuple[
     agents = []
     cloudpickle.register_pickle_by_value(agent_module)
     try:
-        actor = session.ray.remote(agent_module.NodeAgent)
+        actor = remote_class(session.ray, agent_module.NodeAgent)
         for bundle, gpus in enumerate(layout.gpus_per_node()):
             strategy = PlacementGroupSchedulingStrategy(
                 session.placement_group, placement_group_bundle_index=bundle

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from autopar.errors import AutoparError, WorkerError
@@ -102,6 +103,12 @@ class RaySession:
     def check(self) -> None:
         if self.failure is not None:
             raise fresh(self.failure)
+
+
+@cache
+def remote_class(ray: Any, cls: type) -> Any:
+    """The class as actors have it, made once: Ray keeps every one that it makes."""
+    return ray.remote(cls)
 
 
 def fresh(error: AutoparError) -> AutoparError:

@@ -25,7 +25,7 @@ from autopar.runtime.ray.environment import (
     worker_environment,
 )
 from autopar.runtime.ray.faults import log_lines
-from autopar.runtime.ray.session import Host, RaySession, Worker
+from autopar.runtime.ray.session import Host, RaySession, Worker, remote_class
 from autopar.runtime.ray.worker import CommandOutcome, Hello, Joined, MeshWorker
 from autopar.runtime.remote.place import WorkerPlace
 
@@ -199,7 +199,7 @@ def _make_actor(session: RaySession, place: WorkerPlace, host: Host) -> Any:
         gpu_ids,
         session.ranks_per_gpu,
     )
-    actor = session.ray.remote(MeshWorker).options(
+    actor = remote_class(session.ray, MeshWorker).options(
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,

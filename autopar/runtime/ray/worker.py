@@ -33,6 +33,10 @@ from autopar.runtime.remote.progress import State, WorkerProgress
 
 _BETWEEN = (__file__, command_thread.__file__)
 _TRACING = "/ray/util/tracing/"
+# Of JAX's service that joins the processes of a mesh. It measures silence by the wall clock, so a
+# jump forward beyond its limit (100 s), or back beyond the last sign of life, ends all processes.
+# The driver looks for silence by itself; with a long limit, signs of life are as old as the mesh.
+_JAX_HEARTBEAT_LIMIT_S = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,7 @@ class MeshWorker:
                 place.num_processes,
                 place.rank,
                 initialization_timeout=int(limit_s),
+                heartbeat_timeout_seconds=_JAX_HEARTBEAT_LIMIT_S,
                 coordinator_bind_address=_bind_address(coordinator) if place.rank == 0 else None,
             )
         self._devices = jax.local_devices()

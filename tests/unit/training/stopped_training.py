@@ -63,7 +63,10 @@ def main() -> None:
     is_first = True
     if len(sys.argv) > 4:
         process, count, port = map(int, sys.argv[4:7])
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
+        limit_s = int(os.environ.get("AUTOPAR_TEST_HEARTBEAT_S", "100"))
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", count, process, heartbeat_timeout_seconds=limit_s
+        )
         is_first = process == 0
 
     def on_step(number: int, loss) -> None:
@@ -84,7 +87,7 @@ def main() -> None:
         batches,
         num_steps=num_steps,
         checkpoint_dir=folder,
-        checkpoint_every=1000,
+        checkpoint_every=int(os.environ.get("AUTOPAR_TEST_CHECKPOINT_EVERY", "1000")),
         on_step=on_step,
         grace_s=20,
     )

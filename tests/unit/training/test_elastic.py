@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,31 @@ def test_fewer_devices_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monke
     assert step.last_planned is not None and step.last_planned.plan.num_devices == 4
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_signals_are_heard_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`ray.init` sets a handler of its own for SIGTERM, which ends the process at once."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def restart(min_devices: int | None) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("not ours"))
+
+    def on_step(number: int, loss: Any) -> None:
+        if number == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("autopar.session.restart", restart)
+    with pytest.raises(autopar.Preempted) as raised:
+        autopar.run_training(
+            Failing({5}),
+            fresh_state(),
+            BATCHES,
+            checkpoint_dir=tmp_path,
+            checkpoint_every=2,
+            on_step=on_step,
+        )
+    assert raised.value.step == 7 == autopar.latest_step(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_plain_function_and_other_orders_of_results(tmp_path: Path):
