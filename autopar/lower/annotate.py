@@ -31,6 +31,8 @@ from autopar.lower.unreduced import (
     unreduced_zeros,
 )
 
+Moved = dict[tuple[int, Chain], Any]  # values in other layouts: by value and chain
+
 
 def annotated_function(
     program: Program, sharding: ProgramSharding, mesh: AnyMesh, platform: str | None = None
@@ -102,10 +104,11 @@ class Writer:
         avals: Sequence[ShapedArray],
         env: dict[int, Any],
         lanes: dict[int, tuple[int, ...]],
+        moved: Moved | None = None,
     ) -> Callable[[Any, Chain], Any]:
-        """Bind equations on the values in `env`, adding their results to it and the lanes of
-        partial sums to `lanes`. Returns a function that reads an operand through a chain."""
-        moved: dict[tuple[int, Chain], Any] = {}  # values in other layouts
+        """Bind equations on the values in `env`, adding results to it, lanes of partial sums to
+        `lanes`, values in other layouts to `moved`. Returns how an operand is read by a chain."""
+        moved = {} if moved is None else moved
         refetched: dict[tuple[int, Chain, int], Any] = {}  # values resharded again
 
         def read(operand: Operand, chain: Chain) -> Any:
@@ -122,8 +125,7 @@ class Writer:
             return moved[operand, chain]
 
         def refetch(operand: Operand, chain: Chain, how: Refetch) -> Any:
-            """Reshard again behind a barrier: otherwise XLA would merge it with the earlier
-            resharding, and keep that in memory in between."""
+            """Reshard again behind a barrier, or XLA would merge it with the earlier resharding."""
             assert isinstance(operand, int)
             shared = chain[: how.num_shared]
             key = (operand, chain, how.num_shared)

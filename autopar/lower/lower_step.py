@@ -27,8 +27,10 @@ from autopar.lower.host_programs import lower_with_host_memory
 from autopar.lower.instructions import emit_programs
 from autopar.lower.kernel_platforms import check_kernels
 from autopar.lower.planned_step import PlannedStep
+from autopar.lower.roll_layers import roll_layers
 from autopar.lower.schedules import make_schedule
-from autopar.lower.stage_programs import cut_into_stage_programs, stage_program_function
+from autopar.lower.stage_bodies import stage_program_function
+from autopar.lower.stage_programs import cut_into_stage_programs
 from autopar.lower.unreduced import AnyMesh, partial_axes, unreduced_layout
 
 
@@ -127,7 +129,7 @@ def _all_phases(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) 
     """Stages cut into the phases of a train step or an evaluation."""
     plan, sliced = planned.plan, planned.sliced
     assert sliced is not None
-    staged = cut_into_stage_programs(
+    written_out = cut_into_stage_programs(
         sliced.stages,
         [stage.plan.program for stage in plan.stages if stage.plan is not None],
         plan.num_micro_batches,
@@ -135,6 +137,7 @@ def _all_phases(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) 
         split_weights=plan.schedule == "zero_bubble",
         donated=planned.traced.donated,
     )
+    staged = roll_layers(written_out)
     buffers = {}
     for (stage, value), layout in staged.layouts.items():
         mesh, aval = meshes[stage], sliced.program.avals[value]

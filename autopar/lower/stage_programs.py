@@ -10,69 +10,17 @@ layout that their maker gave them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
-
-import jax.numpy as jnp
-from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
-from autopar.ir.program import Equation, Operand, values_in
-from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding
+from autopar.ir.program import Equation, values_in
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.ir.spec import Layout
-from autopar.lower.annotate import Writer
-from autopar.lower.unreduced import AnyMesh
+from autopar.lower.stage_bodies import Entry, Exit, StageProgramBody, StagePrograms
 from autopar.rewrite.stage_slices import StageSlice
-
-
-@dataclass(frozen=True)
-class Entry:
-    """How buffers become a value in a stage program: rows of all micro-batches are stacked, and the
-    value is taken through a chain of layouts."""
-
-    refs: tuple[Ref, ...]
-    value: int
-    layout: Layout | None
-    chain: Chain = ()
-    is_stack: bool = False
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a value becomes buffers: taken through a chain, then split into micro-batches, or
-    replaced by zeros with lanes for its partial sums."""
-
-    refs: tuple[Ref, ...]
-    operand: Operand
-    chain: Chain
-    layout: Layout | None
-    is_stack: bool = False
-    starts_sum: bool = False
-
-
-@dataclass(frozen=True)
-class StageProgramBody:
-    """A stage program with its equations and their shardings."""
-
-    stage_program: StageProgram
-    entries: tuple[Entry, ...]
-    exits: tuple[Exit, ...]
-    equations: tuple[Equation, ...]
-    shardings: tuple[EquationSharding, ...]
-    captured: tuple[tuple[int, Any], ...]
-    avals: list[ShapedArray]
-
-
-@dataclass(frozen=True)
-class StagePrograms:
-    """All stage programs of a pipeline. `layouts`: (stage, value of a ref) -> the layout of its
-    buffers, in which `PARTIAL` means lanes; None for scalars and whole arrays."""
-
-    pipeline: Pipeline
-    programs: tuple[StageProgramBody, ...]
-    layouts: dict[tuple[int, int], Layout | None]
 
 
 def cut_into_stage_programs(
@@ -134,40 +82,6 @@ def cut_into_stage_programs(
 def _argument_and_row(bound: tuple[int, Place]) -> tuple[int, int]:
     position, place = bound
     return position, place.rows[0] if place.rows else 0
-
-
-def stage_program_function(
-    stage_program: StageProgramBody, mesh: AnyMesh, platform: str | None = None
-) -> Callable[..., list[Any]]:
-    """A flat function from the stage program's reads to its writes, for `jax.jit`."""
-    writer = Writer(mesh, platform)
-
-    def run(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        env: dict[int, Any] = {}
-        lanes: dict[int, tuple[int, ...]] = {}
-        for entry in stage_program.entries:
-            parts = [next(given) for _ in entry.refs]
-            array = jnp.stack(parts) if entry.is_stack else parts[0]
-            env[entry.value], lanes[entry.value] = writer.enter(array, entry.layout, entry.chain)
-        env.update(stage_program.captured)
-        read = writer.run_equations(
-            stage_program.equations, stage_program.shardings, stage_program.avals, env, lanes
-        )
-        results: list[Any] = []
-        for exit_ in stage_program.exits:
-            array = read(exit_.operand, exit_.chain)
-            if exit_.starts_sum:
-                results.append(writer.start_sum(array, exit_.layout))
-            elif exit_.is_stack:
-                results += (
-                    writer.constrain(array[m], exit_.layout) for m in range(len(exit_.refs))
-                )
-            else:
-                results.append(writer.constrain(array, exit_.layout))
-        return results
-
-    return run
 
 
 class _StageCutter:

@@ -31,7 +31,8 @@ from autopar.ir.stages import LayerTable
 from autopar.ir.timeline import Event, PipelineTimes, StageProgramTime, Timeline
 from autopar.lower.instructions import emit_programs
 from autopar.lower.schedules import make_schedule
-from autopar.lower.stage_programs import StagePrograms, cut_into_stage_programs
+from autopar.lower.stage_bodies import StagePrograms
+from autopar.lower.stage_programs import cut_into_stage_programs
 from autopar.lower.tiles import plan_tiles
 from autopar.lower.unreduced import partial_axes, unreduced_layout
 from autopar.rewrite.stage_slices import SlicedStep

@@ -20,11 +20,8 @@ from autopar.ir.program import Program
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.instructions import emit_programs
 from autopar.lower.schedules import make_schedule
-from autopar.lower.stage_programs import (
-    StagePrograms,
-    cut_into_stage_programs,
-    stage_program_function,
-)
+from autopar.lower.stage_bodies import StagePrograms, stage_program_function
+from autopar.lower.stage_programs import cut_into_stage_programs
 from autopar.rewrite.attach_layers import LoopLayers, attach_layers
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.stage_slices import SlicedStep, slice_step
