@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("kills", "kills_15")
+FILES = ("kills", "kills_15", "kills_300", "kills_processes")
 RESULTS = {n: json.loads((ROOT / f"benchmarks/results/{n}.json").read_text()) for n in FILES}
 PAGE = (ROOT / "docs/training.md").read_text()
 
@@ -20,10 +20,17 @@ SAID = {
     ("kills_15", "sigterm"): "{count} signals on Ray: ended after {high} s",
     ("kills_15", "ctrl_c"): "{count} on Ray: ended after {high} s",
     ("kills_15", "torn"): "{count} torn checkpoint before a kill: error of the kill after {high} s",
+    ("kills_300", "cut"): "{count} cut networks: error after {low} to {high} s",
+    ("kills_300", "disk"): "{count} full disk: error after {high} s",
+    ("kills_processes", "kill"): "{count} killed processes: the other ended after {low} to {high}",
+    ("kills_processes", "stop"): "{count} stopped: {low} to {high} s",
+    ("kills_processes", "cut"): "{count} cut off: {low} to {high} s",
+    ("kills_processes", "sigterm"): "{count} by SIGTERM: all ended after {low} to {high} s",
+    ("kills_processes", "ctrl_c"): "{count} by Ctrl-C: {low} to {high} s",
 }
 
 
-def test_every_kind_of_both_runs_is_said():
+def test_every_kind_of_fault_is_said():
     kinds = {kind for result in RESULTS.values() for kind in result["summary"]}
     assert kinds == {kind for _, kind in SAID}
 
