@@ -146,6 +146,10 @@ def _mixture_layouts(
         ffn = config.ffn_multiplier * config.hidden_size
         if data > 1 and not config.num_experts % inside and not ffn % data:
             yield EXPERTS, mixtures.experts_in_hosts(data, inside)
+    num_hosts = num_devices // per_host
+    ffn = config.ffn_multiplier * config.hidden_size
+    if num_hosts > 1 and not config.num_experts % num_hosts and not ffn % per_host:
+        yield EXPERTS, mixtures.experts_across_hosts(num_hosts, per_host)
 
 
 def _sample_layouts(num_devices: int, per_host: int) -> Iterator[tuple[str, HandWritten]]:

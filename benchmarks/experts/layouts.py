@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .handwritten import HandWritten, intercept_nnx
 from .images import image_channels, image_data_parallel, image_fsdp, image_hsdp, image_zero2
-from .mixtures import expert_parallel, experts_in_hosts
+from .mixtures import expert_parallel, experts_across_hosts, experts_in_hosts
 from .recommenders import table_parallel
 from .transformers import data_parallel, fsdp, hsdp, megatron, zero2
 
@@ -12,6 +12,7 @@ __all__ = [
     "HandWritten",
     "data_parallel",
     "expert_parallel",
+    "experts_across_hosts",
     "experts_in_hosts",
     "fsdp",
     "hsdp",

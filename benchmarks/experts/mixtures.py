@@ -41,15 +41,30 @@ def _experts_and(rest: Rule) -> Rule:
 def experts_in_hosts(data: int, experts: int) -> HandWritten:
     """For more devices than experts: experts split over "y" and, as in ZeRO-3, inside over "x"; the
     rest ZeRO-3 over all devices. Tokens are exchanged only along "y"."""
-    rest = largest_dim(ALL, data * experts)
+    name = f"expert parallel {data}×{experts} + ZeRO-3"
+    return _experts_along("y", "x", (data, experts), name)
+
+
+def experts_across_hosts(num_hosts: int, per_host: int) -> HandWritten:
+    """Experts split over hosts and, as in ZeRO-3, inside over the devices of a host, where links
+    are fast; the rest ZeRO-3 over all devices. Every token crosses the network to its expert once
+    and back."""
+    name = f"experts across {num_hosts} hosts + ZeRO-3 inside"
+    return _experts_along("x", "y", (num_hosts, per_host), name)
+
+
+def _experts_along(
+    experts: str, inside: str, mesh_shape: tuple[int, int], name: str
+) -> HandWritten:
+    """Experts split over one axis, each expert's kernels over the other."""
+    rest = largest_dim(ALL, mesh_shape[0] * mesh_shape[1])
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:
         if "'experts'" in path and len(shape) == 3:
-            return P("y", None, "x") if "'up'" in path else P("y", "x", None)
+            return P(experts, None, inside) if "'up'" in path else P(experts, inside, None)
         return rest(path, shape)
 
     tokens = P(ALL, None, None)
-    by_expert = P("y", "x", None, None)
+    by_expert = P(experts, inside, None, None)
     einsums = expert_einsums(P(None, ALL), by_expert, by_expert, tokens)
-    name = f"expert parallel {data}×{experts} + ZeRO-3"
-    return HandWritten(name, (data, experts), parameter, P(ALL), {"*": tokens}, einsums)
+    return HandWritten(name, mesh_shape, parameter, P(ALL), {"*": tokens}, einsums)

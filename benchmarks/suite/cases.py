@@ -21,7 +21,8 @@ FAMILIES = ("gpt", "llama", "moe", "bert", "wresnet")
 @dataclass(frozen=True)
 class Row:
     """`per_device`: sequences or images of the batch; `config`: changed fields of the config;
-    `layers`: another depth than the model's (for a Wide-ResNet, blocks of each stage)."""
+    `layers`: another depth than the model's (for a Wide-ResNet, at most so many blocks of a
+    stage)."""
 
     model: str
     devices: int
@@ -129,5 +130,6 @@ def example_of(row: Row) -> Any:
     if row.layers is None:
         return example
     if row.family == "wresnet":
-        return example.replace(stage_sizes=(row.layers,) * len(example.config.stage_sizes))
+        sizes = example.config.stage_sizes
+        return example.replace(stage_sizes=tuple(min(size, row.layers) for size in sizes))
     return example.replace(num_layers=row.layers)

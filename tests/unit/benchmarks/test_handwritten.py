@@ -53,6 +53,7 @@ CASES = [
     pytest.param("moe-tiny", by_hand.fsdp(8), marks=pytest.mark.slow),
     pytest.param("moe-tiny", by_hand.expert_parallel(8, zero=True), marks=pytest.mark.slow),
     pytest.param("moe-tiny", by_hand.experts_in_hosts(2, 4), marks=pytest.mark.slow),
+    pytest.param("moe-tiny", by_hand.experts_across_hosts(2, 4), marks=pytest.mark.slow),
     pytest.param("wresnet-tiny", by_hand.image_fsdp(8), marks=pytest.mark.slow),
     ("wresnet-tiny", by_hand.image_channels(2, 4)),
 ]

@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import ArgumentError
 from benchmarks.experts import experts_for
 from benchmarks.suite import command, tables
-from benchmarks.suite.cases import H100_ROWS, QUICK_ROWS, chosen_rows, example_of
+from benchmarks.suite.cases import H100_ROWS, QUICK_ROWS, Row, chosen_rows, example_of
 from benchmarks.suite.pool import Task, run_tasks
 from examples.models import MODELS
 
@@ -244,3 +244,8 @@ def test_tables_in_texts_are_those_of_the_results(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     document = command.read_results(ROOT / "benchmarks" / "results" / command.RESULTS)
     assert tables.with_tables(text, tables.tables_of(document)) == text
+
+
+def test_a_wide_resnet_of_another_depth_is_not_deeper_than_the_model():
+    config = example_of(Row("wresnet-4b", 16, 16, layers=8)).config
+    assert config.stage_sizes == (3, 4, 6, 3)
