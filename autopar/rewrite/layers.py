@@ -14,6 +14,7 @@ layer, since all their users share them.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,12 @@ class Layer:
     is_last: bool = False
 
 
+# id of a program -> the program and its layers, while the program lives: every way to plan a step
+# asks for them.
+_Layers = dict[tuple[int | None, frozenset[int] | None], tuple[Layer, ...]]
+_known: dict[int, tuple[weakref.ref[Program], _Layers]] = {}
+
+
 def find_layers(
     program: Program, num_layers: int | None = None, *, batch: Collection[int] | None = None
 ) -> tuple[Layer, ...]:
@@ -76,10 +83,16 @@ def find_layers(
     batch: indices of the inputs that hold data (`TracedStep.batch`). Without it, data is what the
     optimizer's update does not read.
     """
-    flow = Flow(program, batch)
-    segments = flow.segments()
-    groups = choose_cuts(segments, num_layers)
-    return flow.layers(groups)
+    key = (num_layers, None if batch is None else frozenset(batch))
+    known = _known.get(id(program))
+    if known is None or known[0]() is not program:
+        number = id(program)
+        known = weakref.ref(program, lambda _: _known.pop(number, None)), {}
+        _known[number] = known
+    if key not in known[1]:
+        flow = Flow(program, batch)
+        known[1][key] = flow.layers(choose_cuts(flow.segments(), num_layers))
+    return known[1][key]
 
 
 def worth_recomputing(layers: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -212,14 +212,15 @@ class _PartFinder:
         shape = _shape(value, self.avals)
         if not shape or shape[0] < 2:
             return None
-        stages: list[int | None] = [None] * shape[0]
+        stages: list[int | None] = []  # of every row, once one is sliced: few values are
         for index in self.readers[value]:
             equation = self.program.equations[index]
             rows = _sliced_rows(equation, self.avals) if index < self.loop else None
             needed = self.needs.get(equation.results[0]) if rows is not None else None
             if rows is not None and needed and rows[1] - rows[0] < shape[0]:
+                stages = stages or [None] * shape[0]
                 stages[slice(*rows)] = [min(needed)] * (rows[1] - rows[0])
-        return _runs(stages)
+        return _runs(stages) if stages else None
 
     # -- values with the same rows
 

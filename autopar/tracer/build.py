@@ -155,8 +155,7 @@ class _Builder:
             self.nodes, self.values, outputs, in_place, self.loops, overlaps, self.zeros
         )
         nodes = tuple(
-            replace(
-                node,
+            node.having(
                 touched_bytes=touched_bytes(node, self.values, liveness.in_memory),
                 batch_factor=factor,
                 traffic=traffic,
@@ -342,10 +341,11 @@ class _Builder:
 
     def pass_partial_sums(self, node: Node) -> Node:
         """Let FINISH nodes pass partial sums on to an addition, or to a loop that only adds up."""
-        passes = node.results[0] in self.summed or node.results[0] in self.unfinished
-        if node.kind is not NodeKind.FINISH or not passes:
+        if node.kind is not NodeKind.FINISH:
             return node
-        return replace(node, rule=replace(node.rule, linear=True))
+        if node.results[0] not in self.summed and node.results[0] not in self.unfinished:
+            return node
+        return node.having(rule=_linear(node.rule))
 
     def sums_partial(self, rule: Rule, operands: tuple[int, ...]) -> bool:
         """Whether a sum adds values that may all be partial sums: one reduction serves them all."""

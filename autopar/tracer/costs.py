@@ -162,18 +162,22 @@ def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set
     made: set[int] = set()
     urgent: set[int] = set()  # read on the way to a product, or carried around a loop
     for node in nodes:
-        if node.kind is NodeKind.INPUT:
+        kind = node.kind
+        if kind is NodeKind.INPUT:
             from_state.update(v for v in node.results if v not in batch_inputs)
-        elif node.operands and all(v in from_state for v in node.operands):
+        elif node.operands and from_state.issuperset(node.operands):
             from_state.update(node.results)
-        if node.kind is NodeKind.MERGE:
+        if kind is NodeKind.MERGE:
             urgent.update(v for v in node.operands if v not in made)
         made.update(node.results)
     deferred: set[int] = set()
     for node in reversed(nodes):
-        not_urgent = [v for v in node.results if v not in urgent]
-        deferred.update(not_urgent)
-        waited_for = node.is_heavy or len(not_urgent) < len(node.results)
-        if node.region != UPDATE and waited_for:
+        if urgent.isdisjoint(node.results):
+            deferred.update(node.results)
+            waited_for = node.is_heavy
+        else:
+            deferred.update(v for v in node.results if v not in urgent)
+            waited_for = True
+        if waited_for and node.region != UPDATE:
             urgent.update(node.operands)
     return deferred | from_state

@@ -164,6 +164,14 @@ def test_a_scan_over_layers_is_a_layer() -> None:
     assert scan in worth_recomputing(layers)
 
 
+def test_layers_of_a_program_are_found_once() -> None:
+    traced = mlp(4)
+    layers = layers_of(traced)
+    assert layers_of(traced) is layers
+    assert len(layers_of(traced, 2)) == 2, "another number is another search"
+    assert layers_of(mlp(3)) != layers
+
+
 def test_what_is_made_of_parameters_alone_is_in_no_layer() -> None:
     traced = mlp(3, dtype=jnp.bfloat16)
     equations = traced.program.equations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -291,3 +292,20 @@ def test_layers_in_a_loop_do_the_work_of_layers_in_a_row(name: str) -> None:
     assert heavy == example.flops_per_step()
     assert not graph.unruled
     assert {n.region for n in graph.nodes} == {FORWARD, BACKWARD, UPDATE}
+
+
+def test_a_changed_node_is_what_replace_makes() -> None:
+    graph = graph_of(sgd_step, PARAMS, X)
+    (node, *_) = nodes(graph, NodeKind.OP, "dot_general")
+    assert node.having(flops=2.0, region=UPDATE) == replace(node, flops=2.0, region=UPDATE)
+    assert node.having() == node and node.flops != 2.0
+
+
+def test_a_rule_is_checked_for_every_shape_it_is_used_with() -> None:
+    graph = graph_of(sgd_step, PARAMS, X)
+    *_, last = nodes(graph, NodeKind.OP, "sub")
+    value = last.results[0]
+    values = list(graph.values)
+    values[value] = replace(values[value], shape=(*values[value].shape, 2))
+    with pytest.raises(AssertionError):
+        check_graph(replace(graph, values=tuple(values)))
