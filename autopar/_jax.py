@@ -736,6 +736,14 @@ def is_traced(value: Any) -> bool:
 # -- groups of processes
 
 
+def coordinator_address() -> str:
+    """Where the coordination service of `jax.distributed` listens, as 'host:port'."""
+    _store()  # raises if there is none
+    from jax._src import distributed
+
+    return str(distributed.global_state.coordinator_address)
+
+
 def store_set(key: str, value: bytes) -> None:
     """Store a value for all processes of `jax.distributed`."""
     _store().key_value_set_bytes(key, value)

@@ -215,7 +215,7 @@ class ParallelFunction:
                 cluster_of=now.cluster,
                 method=method,
                 given=self._method,
-                options=options,
+                options=replace(options, whole_stacks=True),
             )
         options = replace(options, whole_stacks=now.remote is not None)
         planned = plan_step(
@@ -456,9 +456,11 @@ class ParallelFunction:
 
     def _compile_here(self, planned: PlannedStep) -> Executable:
         """On devices of this process; a plan that was timed is compiled already."""
+        if is_multi_controller() and planned.plan.is_pipeline:
+            return make_remote_executable(planned, session.process_session())
         executable = self._take_compiled(planned) or make_executable(planned, local_devices())
         if is_multi_controller():
-            assert isinstance(executable, LocalExecutable)  # plan_together allows no other
+            assert isinstance(executable, LocalExecutable)  # on_devices_only allows no other
             compile_together(planned.plan.name, lambda: executable.compiled)
         return executable
 

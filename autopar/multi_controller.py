@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from autopar.compiler import plan_step
-from autopar.errors import ArgumentError, MeshError
+from autopar.errors import MeshError
 from autopar.ir.identity import plan_digest
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -37,7 +37,6 @@ from autopar.methods import (
     CreateStateParallel,
     FollowParallel,
     ParallelMethod,
-    PipeshardParallel,
 )
 from autopar.runtime.ranks.consensus import Consensus, arrival_limit_s, planning_limit_s
 from autopar.session import devices_per_process
@@ -78,7 +77,6 @@ def plan_together(
     consensus = Consensus(name)
 
     def arguments() -> dict[str, Any]:
-        _check_method(method)
         devices_per_process(devices)  # raises if they cannot be a cluster
         call = flatten_call(fn, args, kwargs, options.static_argnums)
         shapes = jax.eval_shape(lambda *leaves: list(leaves), *call.leaves)
@@ -135,20 +133,7 @@ def compile_together(name: str, compile: Callable[[], object]) -> None:
 # -- checks and comparisons
 
 
-def _check_method(method: ParallelMethod | ParallelPlan | None) -> None:
-    is_pipeline = isinstance(method, PipeshardParallel) or (
-        isinstance(method, ParallelPlan) and method.is_pipeline
-    )
-    if is_pipeline:
-        raise ArgumentError(
-            "parallelize(method=…): a pipeline on devices of several processes needs workers that "
-            'autopar starts: use autopar.init(cluster="ray"). In processes that you start, use a '
-            "method with one mesh, such as autopar.ShardParallel()."
-        )
-
-
 def _check_plan(plan: ParallelPlan, num_devices: int) -> None:
-    _check_method(plan)
     if plan.num_devices != num_devices:
         raise MeshError(
             f"the plan's mesh {plan.mesh_shape} has {plan.num_devices} devices, but the processes "

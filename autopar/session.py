@@ -6,6 +6,7 @@ compiled for it.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.ranks.gpu_share import gpu_share
 from autopar.runtime.ranks.machines import memory_limit, places_of_processes, ranks_per_gpu
+from autopar.runtime.ranks.process_cluster import ProcessCluster
+from autopar.runtime.ranks.process_session import ProcessSession
 from autopar.runtime.remote.activity import describe_instruction
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.remote.progress import State
@@ -48,7 +51,9 @@ class Session:
     @property
     def key(self) -> Hashable:
         """Equal for sessions that can share compiled programs."""
-        return ("local", self.devices, self.profile) if self.remote is None else self.number
+        if self.remote is not None:
+            return self.number
+        return "local", self.devices, self.profile, _num_process_sessions
 
     @property
     def plan_key(self) -> Hashable:
@@ -79,6 +84,28 @@ class Session:
 _LIMITS = ("heartbeat_s", "silence_limit_s", "hang_limit_s", "start_limit_s", "command_limit_s")
 _numbers = itertools.count()
 _current = Session(next(_numbers))
+_processes: ProcessSession | None = None  # pipelines in processes of the user's own
+_num_process_sessions = 0  # that have ended
+
+
+def process_session() -> ProcessSession:
+    """Where the processes of `jax.distributed` run pipelines; every process must ask for it when
+    the others do. It lasts until the next `init` or `shutdown`."""
+    global _processes
+    if _processes is None:
+        cluster = ProcessCluster(_current.all_devices(), _current.cluster())
+        _processes = ProcessSession(cluster, None, plan_tiles)
+        cluster.describe = partial(_describe_worker, _processes)
+    return _processes
+
+
+@atexit.register
+def _end_process_session() -> None:
+    global _processes, _num_process_sessions
+    ended, _processes = _processes, None
+    if ended is not None:
+        _num_process_sessions += 1
+        ended.close()
 
 
 def current() -> Session:
@@ -281,6 +308,7 @@ def shutdown() -> None:
     Later calls run on all devices of this process, until `init` is called again."""
     global _current
     ended, _current = _current, Session(next(_numbers))
+    _end_process_session()
     if ended.remote is not None:
         ended.remote.close()
 

@@ -223,6 +223,8 @@ def _places(plan: ParallelPlan, leaves: Sequence[Any]) -> list[Any]:
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in leaves
     ]
     remote = session.current().remote
+    if remote is None and plan.is_pipeline and num_processes() > 1:
+        remote = session.process_session()
     if remote is not None:
         return list(input_places(plan, types, remote))
     return [

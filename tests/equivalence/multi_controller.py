@@ -245,6 +245,17 @@ def with_own_plans() -> Any:
     return {**found, "own_file": own, "own_plan": plan_digest(plan)}
 
 
+def a_pipeline() -> Any:
+    """One of the two stages in each process. `test_multi_controller_pipelines.py` has more."""
+    method = autopar.PipeshardParallel(
+        2, layers=autopar.AutoLayers(2), stages=autopar.UniformStages(2)
+    )
+    batches = [mlp_batch(n) for n in range(NUM_STEPS)]
+    step = autopar.parallelize(mlp_step, method=method)
+    losses = trained(step, mlp_state(), batches)
+    return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+
+
 def gpt_plans() -> Any:
     """Plans of a larger step, with seconds of the solver's in them."""
     example = build("gpt-tiny")
@@ -322,11 +333,6 @@ def last_cannot_trace() -> Any:
     autopar.parallelize(step_fn)(mlp_state(), mlp_batch())
 
 
-def a_pipeline() -> Any:
-    method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
-    autopar.parallelize(mlp_step, method=method)(mlp_state(), mlp_batch())
-
-
 def too_small_a_mesh() -> Any:
     autopar.parallelize(mlp_step, method=ShardParallel((2,)))(mlp_state(), mlp_batch())
 
@@ -373,7 +379,7 @@ def one_does_not_come() -> Any:
         autopar.parallelize(mlp_step)(mlp_state(), mlp_batch())
 
 
-def main() -> None:
+def main(scenarios: dict[str, Any]) -> None:
     process, count, port = map(int, sys.argv[1:4])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
@@ -381,7 +387,7 @@ def main() -> None:
     for name in sys.argv[5:]:
         start = time.monotonic()
         try:
-            found = globals()[name]()
+            found = scenarios[name]()
         except Exception as error:
             found = {"error": type(error).__name__, "message": str(error)}
         outcomes[name] = {**(found or {}), "seconds": time.monotonic() - start}
@@ -389,4 +395,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -29,6 +29,7 @@ EQUAL = [
     "with_created_state",
     "on_fewer_devices",
     "with_own_plans",
+    "a_pipeline",
 ]
 
 # scenario -> type and text of the error in process 0, then in the last process.
@@ -82,7 +83,6 @@ ERRORS = {
         "OSError",
         "no such tokenizer",
     ),
-    "a_pipeline": ("ArgumentError", 'cluster="ray"', "ArgumentError", 'cluster="ray"'),
     "too_small_a_mesh": (
         "MeshError",
         "mesh (2,) has 2 devices, but the processes have 4 in total",

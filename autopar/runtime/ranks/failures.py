@@ -44,6 +44,10 @@ _REMEDY = (
     "The step needs more memory than was free on this device. Free what else is there, or plan for "
     "less: ShardingOptions(memory_budget_bytes=…), more micro-batches, remat or devices."
 )
+_START_AGAIN = (
+    "The others cannot go on without it. Start the job again, from the last checkpoint; it may "
+    "have fewer or more processes."
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,6 +69,7 @@ class FailureWatch:
         self._count = jax.process_count()
         self._has_failed = False
         self._is_inside = False
+        self.is_waiting_elsewhere: Callable[[], bool] | None = None  # in a pipeline's step
         self._name = ""  # of the last step
         self._latest: Any = None  # a result of the last step, which is ready when the step is done
         self._checked: Any = None  # the last one that was found to be right
@@ -100,6 +105,21 @@ class FailureWatch:
             if not _jax.store_set_new(_KEY, told.encode()):
                 self._look()
         self._has_failed = True
+
+    def tell_lost(self, process: int, what: str) -> None:
+        """Another process is lost: tell the others. Process 0 runs the service that tells them, so
+        its loss each must notice."""
+        if process != 0:
+            told = json.dumps({"process": process, "lost": what[:4000]})
+            with contextlib.suppress(ClusterError):
+                _jax.store_set_new(_KEY, told.encode())
+                self._look()
+        elif not self.failure:
+            self._set_failure(f"{what} {_START_AGAIN}")
+
+    def _set_failure(self, text: str) -> None:
+        self.failure = text
+        print(f"autopar: {text}", file=sys.stderr, flush=True)
 
     def _report_and_print(self, name: str, error: BaseException) -> None:
         self.report(name, error)
@@ -152,12 +172,14 @@ class FailureWatch:
         found = json.loads(told)
         if found["process"] == self._me:
             return
+        if "lost" in found:
+            self._set_failure(f"{found['lost']} {_START_AGAIN}")
+            return
         remedy = f" {_REMEDY}" if _OUT_OF_MEMORY in found["error"] else ""
-        self.failure = (
+        self._set_failure(
             f"{found['step']}: process {found['process']} failed, and the others cannot go on "
             f"without it. It raised {found['error']}{remedy}"
         )
-        print(f"autopar: {self.failure}", file=sys.stderr, flush=True)
 
     def _check_latest(self) -> None:
         """Reports an error that the results of a step hold."""
@@ -178,6 +200,8 @@ class FailureWatch:
     def _is_waiting(self) -> bool:
         """Whether a step is running."""
         latest = self._latest
+        if self.is_waiting_elsewhere is not None and self.is_waiting_elsewhere():
+            return True
         try:
             return self._is_inside or (latest is not None and not latest.is_ready())
         except RuntimeError:

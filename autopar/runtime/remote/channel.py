@@ -77,6 +77,11 @@ class ChannelServer:
             "be busy or stopped, or the network may be slow."
         )
 
+    def has(self, key: int) -> bool:
+        """Whether a client has sent something under `key` that nobody took."""
+        with self._changed:
+            return key in self._inbox
+
     def offer(self, key: int, arrays: Sequence[Any]) -> None:
         """Keep arrays until a client receives them; does not wait."""
         with self._changed:

@@ -106,7 +106,10 @@ class CommandThread:
         self.progress.end()
         if isinstance(value, Later):
             waiters = self._step_waiters if command.is_step else self._waiters
-            waiters.submit(self._wait, command, value)
+            try:
+                waiters.submit(self._wait, command, value)
+            except RuntimeError:  # the interpreter ends, and its thread pools take nothing more
+                self._wait(command, value)
         else:
             self._answer(command, value)
 

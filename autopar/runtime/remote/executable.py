@@ -103,10 +103,11 @@ class RemoteExecutable(InstructionExecutable):
         lowered, session = self._lowered, self._session
         with ThreadPoolExecutor(1, thread_name_prefix="autopar-start") as starter:
             starting = starter.submit(session.meshes, lowered.meshes)
-            exported = [
-                export_stage_program(lowered.name, stage_program, session.cluster.platform)
-                for stage_program in lowered.stage_programs
-            ]
+            exported = {
+                number: export_stage_program(lowered.name, one, session.cluster.platform)
+                for number, one in enumerate(lowered.stage_programs)
+                if session.runs_here(lowered.meshes[lowered.stage_program_mesh[number]])
+            }
             self.meshes = starting.result()
         register_remote_backend()
         self.number = session.new_task()
@@ -146,7 +147,7 @@ class RemoteExecutable(InstructionExecutable):
             ),
         )
 
-    def _load(self, exported: Sequence[bytes]) -> None:
+    def _load(self, exported: Mapping[int, bytes]) -> None:
         """Send the programs to the workers, which compile them, and connect the workers."""
         lowered, session = self._lowered, self._session
         session.tasks[self.number] = lowered
@@ -154,7 +155,9 @@ class RemoteExecutable(InstructionExecutable):
         announced: list[PendingReply] = []
         for number, mesh in enumerate(self.meshes):
             task = self._task(number)
-            code = [np.frombuffer(exported[p], np.uint8) for p in task.stage_programs]
+            code = [
+                np.frombuffer(exported[p], np.uint8) for p in task.stage_programs if p in exported
+            ]
             announced += session.announce(mesh, task, code)
             for program in task.stage_programs:
                 replies = mesh.submit("compiled", self.number, program)

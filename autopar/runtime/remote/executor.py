@@ -43,11 +43,29 @@ class ProgressSink(Protocol):
     def at(self, program: int, instruction: int, micro_batch: int) -> None: ...
 
 
+class DataChannel(Protocol):
+    """A worker's end of what carries arrays from the driver and back."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+    def take(self, key: int, limit_s: float) -> list[np.ndarray]: ...
+
+    def offer(self, key: int, arrays: Sequence[Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Executor:
-    def __init__(self, place: WorkerPlace, progress: ProgressSink) -> None:
+    """`channel`: default: one that the driver can connect to from another process."""
+
+    def __init__(
+        self, place: WorkerPlace, progress: ProgressSink, channel: DataChannel | None = None
+    ) -> None:
         self._place = place
         self._progress = progress
-        self._devices = list(jax.devices())
+        self._devices = place.all_devices()
+        self._local = place.local_devices()
         if len(self._devices) != len(place.mesh_devices):
             raise WorkerError(
                 f"worker {place.worker} on {place.node} sees {len(self._devices)} devices of its "
@@ -59,7 +77,7 @@ class Executor:
         self._compiling: dict[int, dict[int, Future[jax.stages.Compiled]]] = {}
         self._announced: dict[int, MeshTask] = {}
         self._record: WorkerRecord | None = None
-        self._channel = ChannelServer(place.address, place.token)
+        self._channel = channel or ChannelServer(place.address, place.token)
         self._transport: Transport | None = None
         mesh = sharding_of(_scalar_on(len(self._devices)), self._devices).mesh
         self._runs_alone = isinstance(mesh, jax.sharding.Mesh) and must_run_alone(mesh)
@@ -191,11 +209,10 @@ class Executor:
 
     def _place_all(self, puts: Sequence[Put]) -> None:
         taken: dict[int, list[np.ndarray]] = {}
-        local = jax.local_devices()
         for put in puts:
             if put.key not in taken:
                 taken[put.key] = self._channel.take(put.key, _DATA_LIMIT_S)
-            shards = jax.device_put([taken[put.key][n] for n in put.shards], local)
+            shards = jax.device_put([taken[put.key][n] for n in put.shards], self._local)
             self._arrays[put.array] = jax.make_array_from_single_device_arrays(
                 put.type.shape, sharding_of(put.type, self._devices), shards, dtype=put.type.dtype
             )
@@ -206,7 +223,9 @@ class Executor:
 
     def fetch(self, wanted: Sequence[tuple[int, int]], key: int) -> None:
         """Offer shards to the driver under `key`: (array, place of this worker's device)."""
-        shards = [shards_by_device(self._arrays[number])[device] for number, device in wanted]
+        shards = [
+            shards_by_device(self._arrays[number], self._local)[device] for number, device in wanted
+        ]
         values = [np.asarray(shard) for shard in shards]
         self._check_transfers()
         self._channel.offer(key, values)
@@ -269,7 +288,7 @@ class Executor:
 
     def stats(self) -> dict[str, Any]:
         """What this worker holds, to find leaks."""
-        memory = [d.memory_stats() or {} for d in jax.local_devices()]
+        memory = [d.memory_stats() or {} for d in self._local]
         return {
             "num_arrays": len(self._arrays),
             "array_bytes": sum(

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from autopar.ir.remote import Endpoint
-from autopar.runtime.remote.channel import ChannelClient
 from autopar.runtime.remote.commands import CommandName
 from autopar.runtime.remote.place import WorkerPlace
 
@@ -26,6 +27,18 @@ class PendingReply(Protocol):
 class WorkerHandle(Protocol):
     @property
     def place(self) -> WorkerPlace: ...
+
+
+class Channel(Protocol):
+    """The driver's end of what carries arrays to one worker and back."""
+
+    def send(self, key: int, arrays: Sequence[Any]) -> None: ...
+
+    def receive(self, key: int, limit_s: float) -> list[np.ndarray]: ...
+
+    def discard(self, key: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class WorkerGroup(Protocol):
@@ -51,7 +64,7 @@ class WorkerGroup(Protocol):
 class RemoteMesh:
     """The workers of one mesh, with a channel to each."""
 
-    def __init__(self, group: WorkerGroup, channels: Sequence[ChannelClient]) -> None:
+    def __init__(self, group: WorkerGroup, channels: Sequence[Channel]) -> None:
         self.group = group
         self.devices = tuple(group.devices)
         self.channels = tuple(channels)

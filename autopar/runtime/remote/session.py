@@ -26,7 +26,13 @@ from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
-from autopar.runtime.remote.mesh import PendingReply, RemoteMesh, WorkerGroup
+from autopar.runtime.remote.mesh import (
+    Channel,
+    PendingReply,
+    RemoteMesh,
+    WorkerGroup,
+    WorkerHandle,
+)
 from autopar.runtime.transports.base import Link
 from autopar.runtime.transports.choose import choose
 from autopar.runtime.uninterrupted import uninterrupted
@@ -117,10 +123,7 @@ class RemoteSession:
                     addresses = reply.result(_CONNECT_LIMIT_S)
                     self._addresses[worker.place.worker] = addresses["transport"]
                     with self.connected():
-                        channel = ChannelClient(
-                            tuple(addresses["channel"]), worker.place.token, _CONNECT_LIMIT_S
-                        )
-                    channels.append(channel)
+                        channels.append(self._open_channel(worker, addresses["channel"]))
                 self._meshes[tuple(group.devices)] = RemoteMesh(group, channels)
             if fresh:
                 connecting = [
@@ -131,6 +134,13 @@ class RemoteSession:
                 for reply in connecting:
                     reply.result(_CONNECT_LIMIT_S)
             return [self._meshes[tuple(numbers)] for numbers in devices]
+
+    def _open_channel(self, worker: WorkerHandle, address: Any) -> Channel:
+        return ChannelClient(tuple(address), worker.place.token, _CONNECT_LIMIT_S)
+
+    def runs_here(self, devices: Sequence[int]) -> bool:
+        """Whether commands from here are what makes the mesh's workers run."""
+        return True
 
     def _make_room(self, wanted: Sequence[tuple[int, ...]]) -> None:
         """End meshes that nobody uses and whose GPUs new meshes need: each of their processes has
@@ -305,7 +315,7 @@ class RemoteSession:
         return self.fetch_all([array])[0]
 
     def fetch_all(self, arrays: Sequence[DistributedArray]) -> list[np.ndarray]:
-        asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]] = []
+        asked: list[tuple[Channel, int, list[tuple[int, Box, int, int]]]] = []
         try:
             return self._fetch_all(arrays, asked)
         except BaseException:  # Ctrl-C, say: workers should not keep what nobody will take
@@ -317,7 +327,7 @@ class RemoteSession:
     def _fetch_all(
         self,
         arrays: Sequence[DistributedArray],
-        asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]],
+        asked: list[tuple[Channel, int, list[tuple[int, Box, int, int]]]],
     ) -> list[np.ndarray]:
         """`asked`: is filled with the channels and keys under which workers will offer values."""
         with uninterrupted(), self.lock:
@@ -327,7 +337,7 @@ class RemoteSession:
             for place, array in enumerate(arrays):
                 copy = array.copies[0]
                 meshes[id(copy.mesh)] = copy.mesh
-                for box, device in _one_holder_each(copy.type).items():
+                for box, device in one_holder_each(copy.type).items():
                     worker, local = copy.mesh.owners[device]
                     entry = (place, box, copy.number, local)
                     wanted.setdefault((id(copy.mesh), worker), []).append(entry)
@@ -383,7 +393,7 @@ def _links_of(worker: int, links: Sequence[Link]) -> list[Link]:
 
 
 @lru_cache(maxsize=4096)
-def _one_holder_each(type_: ShardedType) -> dict[Box, int]:
+def one_holder_each(type_: ShardedType) -> dict[Box, int]:
     """For each distinct shard of an array, the first device that holds it."""
     holders: dict[Box, int] = {}
     for device, box in type_.boxes().items():

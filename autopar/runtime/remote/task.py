@@ -214,6 +214,7 @@ class WorkerTask:
             self.task.endpoints[self.task.mesh],
             self.task.endpoints[send.to_mesh],
             self._worker,
+            self._local,
         )
 
     def _send(self, place: int, send: Send) -> Operation:
@@ -254,6 +255,7 @@ class WorkerTask:
                 self.task.endpoints[self.task.mesh],
                 self._worker,
                 self._devices,
+                self._local,
             )
         return self._incoming[place]
 

@@ -89,20 +89,21 @@ class _Cut:
 
 
 def _new_zeros(
-    warmed: set[Any], program: Callable[..., Any], device: int, shapes: tuple[Any, ...], dtype: Any
+    warmed: set[Any], program: Callable[..., Any], place: Any, shapes: tuple[Any, ...], dtype: Any
 ) -> list[jax.Array]:
-    """Zeros to run the program on; none if it is in `warmed`, to which this adds it."""
-    key = (program, device, shapes, str(dtype))
+    """Zeros on the device to run the program on; none if it is in `warmed`, to which this adds
+    it."""
+    key = (program, place, shapes, str(dtype))
     if key in warmed:
         return []
     warmed.add(key)
-    place = jax.local_devices()[device]
     return [jnp.zeros(shape, dtype, device=place) for shape in shapes]
 
 
 class OutgoingTiles:
     """What a worker sends of the buffers of one `Send`. `kept`: per buffer, whether no later stage
-    program uses it up; the others are copied first, since they may be used up while being sent."""
+    program uses it up; the others are copied first, since they may be used up while being sent.
+    `local`: the worker's devices; default: all of this process."""
 
     def __init__(
         self,
@@ -111,7 +112,9 @@ class OutgoingTiles:
         source_endpoints: Sequence[Endpoint],
         target_endpoints: Sequence[Endpoint],
         worker: int,
+        local: Sequence[Any] | None = None,
     ) -> None:
+        self._local = jax.local_devices() if local is None else local
         self._cuts_by_transfer = [
             self._cuts(transfer, is_kept, source_endpoints, target_endpoints, worker)
             for transfer, is_kept in zip(transfers, kept, strict=True)
@@ -150,7 +153,9 @@ class OutgoingTiles:
     def warm_up(self, warmed: set[Any]) -> None:
         """Run the cuts once, on zeros, but those in `warmed`."""
         for one in itertools.chain(*self._cuts_by_transfer):
-            if zeros := _new_zeros(warmed, one.cut, one.device, (one.shape,), one.dtype):
+            if zeros := _new_zeros(
+                warmed, one.cut, self._local[one.device], (one.shape,), one.dtype
+            ):
                 jax.block_until_ready(one.cut(*zeros))
 
     def links(self) -> list[Link]:
@@ -165,7 +170,7 @@ class OutgoingTiles:
         for array, cuts in zip(arrays, self._cuts_by_transfer, strict=True):
             if not cuts:
                 continue
-            shards = shards_by_device(array)
+            shards = shards_by_device(array, self._local)
             numbered = []
             for one in cuts:
                 parts = one.cut(shards[one.device])
@@ -184,9 +189,9 @@ def _copied(data: jax.Array) -> list[jax.Array]:
     return [jnp.copy(data)]
 
 
-def shards_by_device(array: jax.Array) -> dict[int, jax.Array]:
-    """An array's shards, by the place of their device among this process's."""
-    places = {device: place for place, device in enumerate(jax.local_devices())}
+def shards_by_device(array: jax.Array, local: Sequence[Any]) -> dict[int, jax.Array]:
+    """An array's shards, by the place of their device among `local`, the worker's devices."""
+    places = {device: place for place, device in enumerate(local)}
     return {places[shard.device]: shard.data for shard in array.addressable_shards}
 
 
@@ -202,7 +207,8 @@ class _Join:
 
 
 class IncomingTiles:
-    """What a worker receives of the buffers of one `Recv`."""
+    """What a worker receives of the buffers of one `Recv`. `devices`: all of its mesh; `local`: the
+    worker's devices among them; default: all of this process."""
 
     def __init__(
         self,
@@ -211,7 +217,9 @@ class IncomingTiles:
         target_endpoints: Sequence[Endpoint],
         worker: int,
         devices: list[Any],
+        local: Sequence[Any] | None = None,
     ) -> None:
+        self._local = jax.local_devices() if local is None else local
         self.tiles: list[InTile] = []
         self._transfers: list[tuple[int, int, list[_Join], _Finish]] = []
         for transfer in transfers:
@@ -270,14 +278,16 @@ class IncomingTiles:
             for one in joins:
                 shapes = tuple(self.tiles[first + n].shape for n in one.numbers)
                 if one.join and (
-                    zeros := _new_zeros(warmed, one.join, one.device, shapes, finish.dtype)
+                    zeros := _new_zeros(
+                        warmed, one.join, self._local[one.device], shapes, finish.dtype
+                    )
                 ):
                     jax.block_until_ready(one.join(zeros))
 
     def assemble(self, received: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays, from all tiles in order."""
         arrays = []
-        local = jax.local_devices()
+        local = self._local
         for first, last, joins, finish in self._transfers:
             tiles = received[first:last]
             shards: dict[int, jax.Array] = {}

@@ -66,7 +66,7 @@ class CudaIpc:
         self.place = place
         self.cupy = import_cupy(self.name)
         self.runtime = self.cupy.cuda.runtime
-        self.devices = jax.local_devices()
+        self.devices = place.local_devices()
         self.addresses: dict[int, Sequence[Any]] = {}
         self._out = [new_stream(self.cupy, device) for device in self.devices]
         self._in = [new_stream(self.cupy, device) for device in self.devices]

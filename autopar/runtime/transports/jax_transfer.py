@@ -43,7 +43,7 @@ class JaxTransfer:
 
     def __init__(self, place: WorkerPlace) -> None:
         self.place = place
-        self.devices = jax.local_devices()
+        self.devices = place.local_devices()
         self.server: Any = _start_server(place, self.devices[0].client)
         self.addresses: dict[int, str] = {place.worker: self.server.address()}
         self.connections: dict[int, Any] = {}

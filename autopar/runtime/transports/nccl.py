@@ -92,7 +92,7 @@ class Nccl:
     def __init__(self, place: WorkerPlace) -> None:
         self.place = place
         self.cupy, self.nccl = import_cupy(self.name), import_nccl()
-        self.devices = jax.local_devices()
+        self.devices = place.local_devices()
         self.addresses: dict[int, Sequence[Any]] = {}
         self._members: dict[tuple[Link, Endpoint], _LinkMember] = {}
         self._joined: set[Link] = set()

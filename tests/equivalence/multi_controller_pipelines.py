@@ -1,0 +1,176 @@
+"""What each process of the tests of pipelines in processes of your own runs: scenario after
+scenario, whose outcomes it writes down as JSON.
+
+    python multi_controller_pipelines.py PROCESS NUM_PROCESSES PORT FILE SCENARIO …
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from examples.models import build
+from tests.equivalence import multi_controller
+from tests.equivalence.multi_controller import NUM_STEPS, normal, trained
+
+WIDTH, ROWS = 16, 16
+
+
+def deep_step(state, batch):
+    def loss_of(params):
+        x = batch["x"]
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return ((x - batch["y"]) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def create_deep(key):
+    keys = jax.random.split(key, 4)
+    return {f"w{i}": jax.random.normal(keys[i], (WIDTH, WIDTH)) for i in range(4)}
+
+
+def deep_state() -> dict[str, np.ndarray]:
+    return {f"w{i}": normal(i, WIDTH, WIDTH) for i in range(4)}
+
+
+def deep_batch(number: int = 0) -> dict[str, np.ndarray]:
+    return {"x": normal(10 + number, ROWS, WIDTH), "y": normal(50 + number, ROWS, WIDTH)}
+
+
+def pipeline(num_stages: int, num_micro_batches: int = 4) -> autopar.PipeshardParallel:
+    return autopar.PipeshardParallel(
+        num_micro_batches,
+        layers=autopar.AutoLayers(4),
+        stages=autopar.UniformStages(num_stages),
+    )
+
+
+def compared(step_fn: Any, num_stages: int, state: Any, batches: Any) -> dict[str, Any]:
+    """Losses and the trained state beside those of `jax.jit`; and what this process holds."""
+    step = autopar.parallelize(step_fn, method=pipeline(num_stages))
+    held, losses = state, []
+    for batch in batches:
+        held, loss = step(held, batch)
+        losses.append(float(loss))
+    reference, wanted = state, []
+    jitted = jax.jit(step_fn)
+    for batch in batches:
+        reference, loss = jitted(reference, batch)
+        wanted.append(float(loss))
+    found = jax.tree.map(np.asarray, held)
+    worst = max(
+        float(np.max(np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
+    )
+    plan = step.last_planned.plan
+    return {
+        "losses": losses,
+        "wanted": wanted,
+        "worst": worst,
+        "num_stages": plan.num_stages,
+        "shown": repr(jax.tree.leaves(held)[0]),
+    }
+
+
+def two_stages() -> Any:
+    return compared(deep_step, 2, deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
+
+
+def four_stages() -> Any:
+    return compared(deep_step, 4, deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
+
+
+def gpt() -> Any:
+    example = build("gpt-tiny")
+    batch = jax.tree.map(np.asarray, example.make_batch(8))
+    state = jax.tree.map(np.asarray, example.make_state())
+    return compared(example.train_step, 2, state, [batch] * NUM_STEPS)
+
+
+def with_loader_and_created_state() -> Any:
+    batches = [deep_batch(n) for n in range(NUM_STEPS)]
+    step = autopar.parallelize(deep_step, method=pipeline(2))
+    create = autopar.parallelize(create_deep, method=autopar.CreateStateParallel(step, batches[0]))
+    state = create(jax.random.key(0))
+    evaluate_fn = lambda state, batch: deep_step(state, batch)[1]  # noqa: E731
+    evaluate = autopar.parallelize(evaluate_fn, method=autopar.FollowParallel(step))
+    losses = [float(evaluate(state, batches[0]))]
+    with autopar.data_loader(batches, step, prefetch=1) as loader:
+        losses += trained(step, state, loader)
+    reference = jax.jit(create_deep)(jax.random.key(0))
+    wanted = [float(jax.jit(evaluate_fn)(reference, batches[0]))]
+    wanted += trained(jax.jit(deep_step), reference, batches)
+    return {"losses": losses, "wanted": wanted}
+
+
+def checkpoint() -> Any:
+    """Saved by two stages, restored by the same plan, by four stages, and by one mesh."""
+    folder = Path(os.environ["CHECKPOINTS"])
+    batches = [deep_batch(n) for n in range(NUM_STEPS)]
+    step = autopar.parallelize(deep_step, method=pipeline(2))
+    state, _ = step(deep_state(), batches[0])
+    autopar.save_checkpoint(folder, state, 1)
+    autopar.save_checkpoint(folder, state, 2, asynchronous=True).wait(60)
+    losses = {"went on": trained(step, state, batches[1:])}
+    methods = {"same": pipeline(2), "four": pipeline(4), "one mesh": autopar.ShardParallel()}
+    for number, (name, method) in enumerate(methods.items()):
+        other = autopar.parallelize(deep_step, method=method)
+        other.plan(deep_state(), batches[0])
+        restored = autopar.restore_checkpoint(folder, other, step=1 + number % 2)
+        losses[name] = trained(other, restored, batches[1:])
+    return {"losses_by_plan": losses}
+
+
+def another_plan() -> Any:
+    """The last process brings a plan of its own."""
+    stages = 4 if multi_controller.is_last() else 2
+    plan = autopar.plan(
+        deep_step,
+        deep_state(),
+        deep_batch(),
+        cluster=autopar.ClusterSpec(1, jax.device_count(), "cpu"),
+        method=pipeline(stages),
+    )
+    autopar.parallelize(deep_step, method=plan)(deep_state(), deep_batch())
+
+
+def placed_arrays() -> Any:
+    """What a process placed alone, others cannot read."""
+    step = autopar.parallelize(deep_step, method=pipeline(2))
+    step.plan(deep_state(), deep_batch())
+    state = deep_state()
+    with autopar.data_loader([deep_batch()] * 4, step, prefetch=1) as loader:
+        for batch in loader:
+            state, loss = step(state, batch)
+        float(loss)
+        np.asarray(batch["x"])
+
+
+def a_killed_process() -> Any:
+    """The last one is killed after its first step; the others learn which."""
+    step = autopar.parallelize(deep_step, method=pipeline(2))
+    step.plan(deep_state(), deep_batch())
+    state, began_s = deep_state(), time.monotonic()
+    try:
+        while True:
+            state, loss = step(state, deep_batch())
+            float(loss)
+            if multi_controller.is_last():
+                os.kill(os.getpid(), signal.SIGKILL)
+    except autopar.WorkerError as error:
+        return {"killed": str(error), "after_s": time.monotonic() - began_s}
+
+
+if __name__ == "__main__":
+    multi_controller.main(globals())
