@@ -16,14 +16,13 @@ def compiling():
     return compiling
 
 
-def test_a_layout_by_hand_does_its_part_of_the_products_and_autopar_is_near_it(compiling):
+def test_a_layout_by_hand_does_its_part_of_the_products_and_autopar_is_no_slower(compiling):
     (ours,) = compiling.results_of(ROW, "autopar")
     (fsdp,) = compiling.results_of(ROW, "FSDP (ZeRO-3)")
     assert ours["fits"] and fsdp["fits"]
     whole = example_of(ROW).flops_per_step() / 1e12
     assert fsdp["tflop"] == pytest.approx(whole / ROW.devices, rel=0.25)
-    # The planner does not know of overlap, which the judge reads: 1.025 when last compiled.
-    assert ours["step_ms"] <= 1.05 * fsdp["step_ms"]
+    assert ours["step_ms"] <= fsdp["step_ms"]
     assert fsdp["sent_gb"]["2 hosts × 8"] > 0
     for one in (ours, fsdp):
         assert one["judge"] == "schedule"
