@@ -148,28 +148,56 @@ class _Components:
         return self.of(~value)
 
     def sink(self) -> None:
-        """Make elementwise equations late that only one component reads, from the last on."""
-        program = self.program
-        readers, outputs = program.readers(), set(program.output_values)
-        inputs = {*program.inputs, *(value for value, _ in program.captured)}
-        waiting = {v for i in self.late for v in program.equations[i].inputs}
-        for index in reversed(range(len(program.equations))):
-            equation = program.equations[index]
-            if index in self.late or not _is_elementwise(equation):
-                continue
-            if not outputs.isdisjoint(equation.results):
+        """Make elementwise equations late that only one component reads, where fewer bytes wait
+        so: the square of a gradient and its multiples are all made late, of the gradient."""
+        readers = self.program.readers()
+        component = self._sinkable(readers)
+        wait_for = self._least_to_keep(component)
+        needed = {v for i in self.late for v in self.program.equations[i].inputs}
+        for index in sorted(component, reverse=True):
+            equation = self.program.equations[index]
+            kept = any(wait_for.get(value) == {value} for value in equation.results)
+            if kept or needed.isdisjoint(equation.results):
                 continue
             read_by = {i for value in equation.results for i in readers.get(value, ())}
-            if not read_by or not read_by <= self.late:
+            if read_by <= self.late:
+                self._add(index, equation)
+                self._join(index, next(iter(read_by)))
+                needed.update(equation.inputs)
+
+    def _sinkable(self, readers: dict[int, list[int]]) -> dict[int, int]:
+        """Elementwise equations that one component alone needs -> that component."""
+        outputs = set(self.program.output_values)
+        found = {index: self.of(index) for index in self.late}
+        for index in reversed(range(len(self.program.equations))):
+            equation = self.program.equations[index]
+            if index in self.late or not _is_elementwise(equation):
                 continue
-            if len({self.of(i) for i in read_by}) > 1:
-                continue
-            more = {v for v in equation.inputs if v not in waiting and v not in inputs}
-            if self._bytes(more) > self._bytes(equation.results):
-                continue
-            self._add(index, equation)
-            self._join(index, next(iter(read_by)))
-            waiting.update(equation.inputs)
+            read_by = {i for value in equation.results for i in readers.get(value, ())}
+            components = {found.get(i) for i in read_by}
+            if len(components) == 1 and outputs.isdisjoint(equation.results):
+                only = components.pop()
+                if only is not None:
+                    found[index] = only
+        return {index: one for index, one in found.items() if index not in self.late}
+
+    def _least_to_keep(self, component: dict[int, int]) -> dict[int, set[int]]:
+        """Per value of these equations, the values that must wait for it to be made late: itself,
+        or those that it is made of, if they have no more bytes. What waits in any case has none."""
+        program = self.program
+        free = {*program.inputs, *(value for value, _ in program.captured)}
+        made = {v for index in component for v in program.equations[index].results}
+        free.update(v for i in self.late for v in program.equations[i].inputs if v not in made)
+        least: dict[int, set[int]] = {}
+        for index in sorted(component):
+            equation = program.equations[index]
+            sources: set[int] = set()
+            for value in equation.inputs:
+                sources |= set() if value in free else least.get(value, {value})
+            fewer = self._bytes(sources) <= self._bytes(equation.results)
+            for value in equation.results:
+                least[value] = sources if fewer else {value}
+        return least
 
     def _bytes(self, values: Collection[int]) -> int:
         return sum(aval_bytes(self.program.avals[value]) for value in values)

@@ -59,8 +59,7 @@ def plan_with_host_memory(ways: HostWays, error: MemoryBudgetError) -> PlannedSt
     try:
         planned = ways.plan(every)
     except MemoryBudgetError as misfit:
-        tried = f"tried: {misfit.problem.splitlines()[0]}"
-        raise error.having_tried({HOST_MEMORY: tried}) from error.__cause__
+        raise _nearer(error, misfit) from error.__cause__
     fewer = _needed(planned, every)
     if len(fewer) == len(every):
         return planned
@@ -69,6 +68,19 @@ def plan_with_host_memory(ways: HostWays, error: MemoryBudgetError) -> PlannedSt
     except MemoryBudgetError:
         return planned
     return min(planned, less, key=lambda one: one.plan.estimated_step_s)
+
+
+def _nearer(error: MemoryBudgetError, misfit: MemoryBudgetError) -> MemoryBudgetError:
+    """Of a step that fits neither way, the error of what came nearest: its figures say how much is
+    missing."""
+    if misfit.peak_bytes < error.peak_bytes:
+        without = f"tried, for all state that can lie there; without it: {_first_line(error)}"
+        return misfit.having_tried({HOST_MEMORY: without})
+    return error.having_tried({HOST_MEMORY: f"tried: {_first_line(misfit)}"})
+
+
+def _first_line(error: MemoryBudgetError) -> str:
+    return error.problem.splitlines()[0]
 
 
 def _why_not(ways: HostWays) -> str | None:

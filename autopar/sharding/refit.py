@@ -99,29 +99,38 @@ class Refit(Generic[Compiled]):
         self, compiled: Compiled, replanned: tuple[str, ...] = ()
     ) -> tuple[Compiled, MemoryFound]:
         """The compiled plan, if it fits by XLA's count, else the first that does. `replanned`: why
-        earlier plans were given up."""
+        earlier plans were given up. If none fits, the error has the figures of the smallest."""
+        smallest: tuple[ParallelPlan, MemoryFound] | None = None
         while True:
             found = MemoryFound(tuple(self.bytes_of(compiled)), self.limit_bytes, replanned)
             if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
                 return compiled, found
-            compiled, replanned = self.again(compiled, found)
+            if smallest is None or found.peak_bytes < smallest[1].peak_bytes:
+                smallest = (self.plan_of(compiled), found)
+            compiled, replanned = self.again(compiled, found, smallest=smallest)
 
     def again(
-        self, compiled: Compiled, found: MemoryFound, excess: float = 1.0
+        self,
+        compiled: Compiled,
+        found: MemoryFound,
+        excess: float = 1.0,
+        smallest: tuple[ParallelPlan, MemoryFound] | None = None,
     ) -> tuple[Compiled, tuple[str, ...]]:
         """The next plan, compiled, and why the ones before were given up. `excess`: what the plan
-        was found to need at run time, over XLA's figure."""
+        was found to need at run time, over XLA's figure; `smallest`: of the plans so far, with
+        what XLA found of it."""
         plan, limit = self.plan_of(compiled), self.limit_bytes
         assert limit is not None
+        least, least_found = smallest or (plan, found)
         replanned = (*found.replanned, _why(plan, found, excess))
         if len(replanned) > MAX_REPLANS:
-            raise _does_not_fit(plan, found, limit, None)
+            raise _does_not_fit(least, least_found, replanned, limit, None)
         LOGGER.warning("%s: %s Planning again (%d).", plan.name, replanned[-1], len(replanned))
         correction = learned(plan, [excess * b for b in found.compiled_bytes], limit)
         try:
             return self.plan_again(correction), replanned
         except MemoryBudgetError as error:
-            raise _does_not_fit(plan, found, limit, error) from error
+            raise _does_not_fit(least, least_found, replanned, limit, error) from error
 
 
 def learned(
@@ -193,12 +202,18 @@ def out_of_memory_excess(found: MemoryFound, limit_bytes: float) -> float:
 
 
 def _does_not_fit(
-    plan: ParallelPlan, found: MemoryFound, limit: float, error: MemoryBudgetError | None
+    plan: ParallelPlan,
+    found: MemoryFound,
+    replanned: Sequence[str],
+    limit: float,
+    error: MemoryBudgetError | None,
 ) -> MemoryBudgetError:
-    tried = {"planned again": " ".join(found.replanned)} if found.replanned else {}
+    """`plan`, `found`: the smallest of the plans, and what XLA found of it."""
+    others = [why for why in replanned if why != _why(plan, found, 1.0)]
+    tried = {"planned again": " ".join(others)} if others else {}
     nearest = "" if error is None else f" What came nearest: {error.problem.splitlines()[0]}"
     return MemoryBudgetError(
-        f"{plan.name}: no plan fits by XLA's count. The last was predicted at "
+        f"{plan.name}: no plan fits by XLA's count. The smallest was predicted at "
         f"{format_bytes(plan.estimated_peak_bytes)} per device; compiled it takes "
         f"{format_bytes(found.peak_bytes)}, the limit is {format_bytes(limit)}.{nearest}",
         found.peak_bytes,

@@ -11,6 +11,9 @@ Time is the position of a node in the graph, except where XLA is known to run it
 - *Donation.* Updated state takes over the buffer of the old state; an elementwise result that of an
   operand it is the last to read, and a scatter or an update of a slice that of the array it changes
   (`reuse_buffers`).
+- *Products.* cuBLAS and cuDNN return a result together with a workspace, and XLA lets no kernel
+  take over a part of such a pair. But cuBLAS adds the other addend of a sum itself, and multiplies
+  by a constant: then the sum is the product's result (`folded_products`).
 - *Scatters.* A scatter-add into zeros whose result is then added to something is made in that
   buffer: it has no memory of its own (`folded_scatters`).
 - *Convolutions.* Kernels stay in the order that the library wants (`transposed_kernels`); inputs of
@@ -39,6 +42,7 @@ _CROSSING_READERS = 4
 _MAX_SEEN = 32  # values, in a search through elementwise readers
 _MAX_TILE_ROW = 2**14  # elements of a row that a Triton kernel takes as a whole
 _ADDITIONS = ("add", "add_any")
+_EPILOGUES = (*_ADDITIONS, "mul")  # what cuBLAS does with a product, beside a sum or a constant
 
 
 def find_lives(
@@ -87,8 +91,13 @@ class _Sweep:
         self.times = run_times(nodes, self.zeros, overlaps)
         self.readers: dict[int, list[_Reader]] = {}
         self.zero_types: frozenset[tuple[tuple[int, ...], str]] | None = None
-        self.folded = self.folded_scatters()  # scatters -> the additions that they are made in
+        self.turned: set[int] = set()  # transposes that products make themselves
+        # Scatters and products -> the additions or multiplications that they are made in.
+        self.folded = self.folded_scatters()
+        self.filled = frozenset(self.folded)
+        self.epilogues: dict[int, int] = {}  # addition or multiplication -> product
         self.made_from: dict[int, frozenset[int]] = {}  # written value -> written ones it reads
+        self.merged: dict[int, int] = {}  # elementwise value -> one that the same kernel writes
         self.transposed: set[int] = set()  # written by elementwise ops with a transpose among them
         if overlaps:
             self.in_place -= self.transposed_state()
@@ -118,10 +127,7 @@ class _Sweep:
     def folded_scatters(self) -> dict[int, int]:
         """Scatter-adds into zeros that a single addition reads, with these additions: XLA computes
         the other addend and scatters into it."""
-        readers: dict[int, list[int]] = {}
-        for index, node in enumerate(self.nodes):
-            for value in node.operands:
-                readers.setdefault(value, []).append(index)
+        readers = self.direct_readers()
         folded: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
             if not is_scatter_add(node.name) or not node.operands:
@@ -135,6 +141,69 @@ class _Sweep:
                 folded[index] = reading[0]
         return folded
 
+    def turned_products(self) -> set[int]:
+        """Transposes of products of matrices: the product itself turns its result."""
+        turned: set[int] = set()
+        products = {v for n in self.nodes if n.name == "dot_general" for v in n.results}
+        for node in self.nodes:
+            turns = node.name == "transpose" and len(self.values[node.results[0]].shape) == 2
+            passes = turns or node.kind is NodeKind.FINISH
+            if passes and node.operands and node.operands[0] in products:
+                products.update(node.results)
+                if turns:
+                    turned.update(node.results)
+        return turned
+
+    def direct_readers(self) -> dict[int, list[int]]:
+        readers: dict[int, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for value in node.operands:
+                readers.setdefault(value, []).append(index)
+        return readers
+
+    def folded_products(self) -> dict[int, int]:
+        """Products that a single addition, or multiplication by a constant, reads, with these: XLA
+        lets cuBLAS do it. Of two products that are added, the first waits for the second and is
+        added to it."""
+        readers = self.direct_readers()
+        folded: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            if node.name not in _EPILOGUES or node.kind is not NodeKind.OP:
+                continue
+            if node.region == UPDATE:  # gradients are reduced before it
+                continue
+            scales = node.name not in _ADDITIONS
+            if scales and sum(not self.is_constant(v) for v in node.operands) != 1:
+                continue
+            for operand in node.operands:
+                product = self.only_read_product(operand, readers)
+                if product is None or self.values[operand].shape != self.shape_of(node):
+                    continue
+                folded[product] = index
+                break
+        return folded
+
+    def only_read_product(self, value: int, readers: dict[int, list[int]]) -> int | None:
+        """The node of the product that a value is or is a view of, if nothing else reads it."""
+        index = self.producer[value]
+        while len(readers.get(value, ())) == 1:
+            node = self.nodes[index]
+            if node.name == "dot_general":
+                return index
+            if not self.is_view(node) or node.name == "optimization_barrier":
+                return None
+            value = node.operands[0]
+            index = self.producer[value]
+        return None
+
+    def is_constant(self, value: int) -> bool:
+        """A filled array: constants are no operands of nodes."""
+        node = self.nodes[self.producer[value]]
+        return node.kind is NodeKind.OP and not node.operands
+
+    def shape_of(self, node: Node) -> tuple[int, ...]:
+        return self.values[node.results[0]].shape
+
     # -- which values are in memory
 
     def find_readers(self) -> None:
@@ -147,11 +216,26 @@ class _Sweep:
                 if is_view:
                     readers += (r for v in node.results for r in self.readers.get(v, ()))
                 else:
-                    is_filled = index in self.folded and position == 0
-                    readers.append(_Reader(index, self.is_unfused(node) and not is_filled))
+                    unfused = self.is_unfused(node) or self.is_added(index, value)
+                    is_filled = index in self.filled and position == 0
+                    readers.append(_Reader(index, unfused and not is_filled))
+
+    def is_added(self, index: int, value: int) -> bool:
+        """Whether a product is added to a value, which cuBLAS reads from memory unless it is a
+        vector that all rows share."""
+        if index not in self.epilogues or self.is_constant(value):
+            return False
+        node = self.nodes[self.producer[value]]
+        return node.name != "broadcast_in_dim" and not self.is_of_product(index, value)
+
+    def is_of_product(self, index: int, value: int) -> bool:
+        """Whether a value is the product that is made in an addition, or a view of it."""
+        return self.source(value) in self.nodes[self.epilogues[index]].results
 
     def is_view(self, node: Node) -> bool:
-        return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
+        if node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS:
+            return True
+        return node.name == "transpose" and node.results[0] in self.turned
 
     def is_unfused(self, node: Node) -> bool:
         if node.kind is NodeKind.MERGE:
@@ -270,6 +354,50 @@ class _Sweep:
                         self.extend(ends, value, loop[1] - 1)
         return node_ends, ends
 
+    def merge_kernels(self, written: set[int]) -> None:
+        """An elementwise kernel and the one that reads its result become one kernel, which writes
+        both results, where nothing that the second waits for comes between: the first runs with
+        the second, so what it reads is in memory beside both results."""
+        reading: dict[int, list[int]] = {}
+        for value, sources in self.made_from.items():
+            for source in sources:
+                reading.setdefault(source, []).append(value)
+        for value in sorted(written, reverse=True):
+            index = self.producer[value]
+            if not self.is_elementwise(index) or self.finished(value) in self.in_place:
+                continue
+            for made in sorted(reading.get(value, ())):
+                last = self.producer[made]
+                if (
+                    self.is_elementwise(last)
+                    and self.nodes[last].region == self.nodes[index].region
+                    and self.values[made].shape == self.values[value].shape
+                    and self.finished(made) not in self.in_place
+                    and self.runs_with(last, value, made)
+                ):
+                    self.times[index] = max(self.times[index], self.times[last])
+                    self.merged[value] = made
+                    break
+
+    def runs_with(self, index: int, value: int, made: int) -> bool:
+        """Whether the kernel that makes `made` of `value` can run with the one that makes `value`:
+        it waits for nothing else that needs the value, and nothing needs the value before it."""
+        if any(r.unfused and self.times[r.node] < self.times[index] for r in self.readers[value]):
+            return False
+        others = [v for v in self.made_from[made] if v != value]
+        own = self.producer[value]
+        return not any(
+            self.producer[v] > own and self.waits_for(self.producer[v], own) for v in others
+        )
+
+    def is_elementwise(self, index: int) -> bool:
+        node = self.nodes[index]
+        if node.kind is not NodeKind.OP or self.is_view(node) or index in self.epilogues:
+            return False
+        return (
+            not self.is_unfused(node) and node.name not in REDUCTIONS and node.name not in UNFUSED
+        )
+
     def recomputed_lives(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
         """Lives, in the backward pass, of forward values that are recomputed there: each pass
         writes a transposed elementwise value in the order that its products want, and only its
@@ -291,21 +419,40 @@ class _Sweep:
 
     def reuse_buffers(self, ends: dict[int, int]) -> None:
         """An elementwise result takes over the buffer of an operand of equal size if it is the last
-        to read it, unless its kernel also sums up that operand (`is_summed_with`). What changes
-        part of an array takes over that array."""
-        for value, made_from in self.made_from.items():
+        to read it, unless that is a product, or its kernel also sums up that operand
+        (`is_summed_with`). What changes part of an array takes over that array, and a product that
+        is added to an array takes over this one."""
+        for value, sources in self.made_from.items():
+            made_from: Collection[int] = sources
             node = self.nodes[self.producer[value]]
             if node.kind is not NodeKind.OP or node.name in REDUCTIONS:
                 continue
             changes = changes_operand(node.name)
             if node.name in UNFUSED and not changes:
                 continue
-            time = self.times[self.producer[value]]
-            changed = self.source(node.operands[0]) if changes and node.operands else None
-            for source in made_from if changed is None else (changed,):
-                is_input = self.nodes[self.producer[source]].kind is NodeKind.INPUT
+            index = self.producer[value]
+            time = self.times[index]
+            if changes and node.operands:
+                made_from = (self.source(node.operands[0]),)
+            elif index in self.epilogues:
+                made_from = [
+                    self.source(v) for v in node.operands if not self.is_of_product(index, v)
+                ]
+            if value in self.merged:
+                continue  # what it reads, the kernel's other result is made of too
+            shared = {
+                s for v, made in self.merged.items() if made == value for s in self.made_from[v]
+            }
+            for source in made_from:
+                if source in shared:
+                    continue
+                maker = self.nodes[self.producer[source]]
                 same_size = self.values[source].num_bytes == self.values[value].num_bytes
-                if not is_input and same_size and ends.get(source) == time:
+                if maker.is_heavy and not (
+                    changes or node.region == UPDATE or index in self.epilogues
+                ):
+                    continue  # kernels of the update run one after another, and free what they read
+                if maker.kind is not NodeKind.INPUT and same_size and ends.get(source) == time:
                     if changes or not (
                         self.is_summed_with(value, source) or self.is_normalized(value, source)
                     ):
@@ -434,9 +581,32 @@ class _Sweep:
         around = [loop for loop in self.loops if loop[0] <= index < loop[1]]
         return around[-1] if around else None
 
+    def fold_products(self) -> None:
+        """From now on, what cuBLAS does with a product is the product's result."""
+        self.turned = self.turned_products()
+        products = self.folded_products()
+        self.folded.update(products)
+        self.epilogues = {index: product for product, index in products.items()}
+        self.readers.clear()
+        self.made_from.clear()
+        self.transposed.clear()
+
+    def read_from_memory(self, written: set[int]) -> frozenset[int]:
+        """Written values and their views, as kernels are priced: epilogues of products have one of
+        their own."""
+        in_memory = set(written)
+        for node in self.nodes:
+            if self.is_view(node) and in_memory.issuperset(node.operands):
+                in_memory.update(node.results)
+        return frozenset(in_memory)
+
     def lives(self) -> Liveness:
         self.find_readers()
+        in_memory = self.read_from_memory(self.written_values())
+        self.fold_products()
+        self.find_readers()
         written = self.written_values()
+        self.merge_kernels(written)
         node_ends, ends = self.last_needed(written)
         lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
         lives += self.dilated_inputs()
@@ -462,11 +632,7 @@ class _Sweep:
                     end = last
                 if end >= start:
                     lives.append(Life(finished, start, end))
-        in_memory = set(written)
-        for node in self.nodes:
-            if self.is_view(node) and in_memory.issuperset(node.operands):
-                in_memory.update(node.results)
-        return Liveness(tuple(lives), tuple(self.times), tuple(node_ends), frozenset(in_memory))
+        return Liveness(tuple(lives), tuple(self.times), tuple(node_ends), in_memory)
 
 
 def changes_operand(name: str) -> bool:

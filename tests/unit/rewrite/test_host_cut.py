@@ -135,3 +135,33 @@ def test_there_are_not_too_many_groups() -> None:
     cut = with_host_state(one, hostable_inputs(one)).host
     assert cut is not None and len(cut.inputs) == len(params)
     assert len(cut.groups) == NUM_GROUPS
+
+
+def test_a_gradient_waits_for_its_update_once() -> None:
+    """Its square and its multiples are made late, also where one needs two of them."""
+    names = "abc"
+    params = {name: jnp.full((WIDTH, WIDTH), 0.1) for name in names}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            y = x
+            for name in names:
+                y = jnp.tanh(y @ params[name])
+            return jnp.mean(y**2)
+
+        params, mu, nu = state
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mu, grads)
+        nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, nu, grads)
+        params = jax.tree.map(lambda p, m, v: p - m / (v + 1e-8), params, mu, nu)
+        return (params, mu, nu), loss
+
+    one = trace(step, ((params, zeros, zeros), jnp.ones((4, WIDTH))), {}, StepOptions())
+    hosted = with_host_state(one, hostable_inputs(one))
+    assert hosted.host is not None
+    equations = hosted.program.equations
+    early, late = equations[: hosted.host.num_early], equations[hosted.host.num_early :]
+    made = {value for equation in early for value in equation.results}
+    waiting = {value for equation in late for value in equation.inputs if value in made}
+    assert [hosted.program.avals[v].shape for v in waiting] == [(WIDTH, WIDTH)] * len(names)
