@@ -249,9 +249,9 @@ class Flow:
         )
         residuals = set()
         for value in sorted(made - self.free):
-            readers = self.readers.get(value, ())
-            if all(self.regions[r] != BACKWARD for r in readers):
+            if not self.is_read_backward(value):
                 continue
+            readers = self.readers.get(value, ())
             elsewhere = any(self.regions[r] != BACKWARD and r not in members for r in readers)
             if not elsewhere and value not in self.outputs:
                 residuals.add(value)
@@ -274,7 +274,10 @@ class Flow:
         scan = self.program.equations[index]
         pair = find_scan_pair(self.program, index, self.regions)
         dropped = [] if pair is None else [scan.results[p] for p in pair.dropped]
-        stacked = 0 if pair is None else pair.stacked_bytes(self.program.avals)
+        if pair is None:  # nothing that it stacks for the backward pass can be recomputed
+            stacked = self.bytes_of([v for v in scan.results if self.is_read_backward(v)])
+        else:
+            stacked = pair.stacked_bytes(self.program.avals)
         num_consts, num_carry = _jax.scan_sizes(scan.params)
         starts = scan.operands[num_consts : num_consts + num_carry]
         others = [v for v in layer.inputs if v not in starts and v not in self.data]
@@ -286,6 +289,9 @@ class Flow:
             trips=scan.params["length"],
             is_last=False,  # the backward scan frees its trips one by one
         )
+
+    def is_read_backward(self, value: int) -> bool:
+        return any(self.regions[r] == BACKWARD for r in self.readers.get(value, ()))
 
     def is_last(self, index: int) -> bool:
         """Whether the backward pass follows the end of the layer, with no other layer between."""

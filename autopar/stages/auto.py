@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 from autopar.cost.measured import min_work_s
@@ -91,6 +92,21 @@ class AutoTask:
             cutoff=cutoff,
             host=self.host,
         )
+
+    @cached_property
+    def layers(self) -> Sequence[Layer] | None:
+        """The step's layers; None if autopar fails to find them."""
+        step = self.source.whole
+        try:
+            return find_layers(step.program, batch=step.batch)
+        except Exception as error:
+            self.log.contain("recomputation", error)
+            return None
+
+    @cached_property
+    def state_bytes(self) -> int:
+        step = self.source.whole
+        return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
 
     def as_pipeline(self) -> PlannedStep:
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
@@ -206,9 +222,9 @@ def _one_mesh_first(task: AutoTask, outcomes: _Outcomes, reason: str | None) -> 
 def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
     none with as many micro-batches is solved. Tables say little of fewer: these have more rows to
-    split over the devices, and gather parameters less often. A pipeline of one stage gives way
-    to one program on that mesh, unless that is clearly slower: short of memory, two programs per
-    micro-batch may have it easier."""
+    split over the devices, and gather parameters less often. Across hosts, a pipeline of one stage
+    gives way to one program on that mesh, unless that is clearly slower: short of memory, two
+    programs per micro-batch may have it easier."""
     pipeline = outcomes.as_pipeline()
     if pipeline is None:
         planned = _fitted_on_one_mesh(task, outcomes)
@@ -220,9 +236,11 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     numbers = _numbers_on_one_mesh(task, pipeline)
     if not numbers:
         return pipeline
-    best = pipeline if plan.num_stages > 1 else None
+    best = pipeline if plan.num_stages > 1 or task.cluster.num_hosts == 1 else None
     whole_s = inf
     for number in numbers:
+        if best is not None and _recomputed_s(task, number) >= best.plan.estimated_step_s:
+            continue
         if best is not None and not _has_time(task, f"one mesh, {number} micro-batches"):
             continue
         cutoff = pipeline_s * (_WORTH_SOLVING if best is None else 1.0)
@@ -238,13 +256,15 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
 
 
 def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
-    """Numbers of micro-batches for which a plan on one mesh may beat this pipeline."""
+    """Numbers of micro-batches for which a plan on one mesh may beat this pipeline, its own number
+    first."""
     plan = pipeline.plan
     one_s = None if plan.search is None else plan.search.intra_only_s
     one_s = inf if one_s is None else one_s  # on one mesh, not even micro-batches fit
     one_s -= 2 * plan.num_micro_batches * launch_s(task.cluster)  # a loop in one program
     numbers = set()
-    if one_s <= _WORTH_SOLVING * plan.estimated_step_s or plan.num_stages == 1:
+    is_one_stage = plan.num_stages == 1 and task.cluster.num_hosts > 1
+    if is_one_stage or (plan.num_stages > 1 and one_s <= _WORTH_SOLVING * plan.estimated_step_s):
         numbers.add(int(plan.num_micro_batches))
     if task.number_is_free:
         rows = batch_rows(task.source.whole)
@@ -252,7 +272,23 @@ def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
         fewest = next((n for n in fewer if _may_fit(task, n)), None)
         if fewest is not None and (fewest == 1 or fewest < plan.num_micro_batches):
             numbers.add(fewest)
-    return sorted(numbers)
+    return sorted(numbers, reverse=True)
+
+
+def _recomputed_s(task: AutoTask, num_micro_batches: int) -> float:
+    """About the least that a step takes on one mesh which recomputes what does not fit else: the
+    work of all operators, as plans at hand know it, and that of the layers once more."""
+    if (layers := task.layers) is None:
+        return 0.0
+    excess = _bytes_without_recomputation(task, layers, num_micro_batches) - task.budget_bytes
+    flops = 0.0
+    for layer in layers:
+        if excess <= 0:
+            break
+        freed = max(0.0, layer.residual_bytes * _HELD_SHARE - layer.kept_bytes)
+        excess -= freed / num_micro_batches / task.cluster.num_devices
+        flops += layer.flops if freed else 0.0
+    return task.log.work_s * (1 + flops / max(1.0, program_flops(task.source.whole.program)))
 
 
 # -- one mesh
@@ -371,43 +407,36 @@ def _smallest(task: AutoTask, outcomes: _Outcomes) -> PlannedStep:
 
 
 def _fits_easily(task: AutoTask) -> bool:
-    """Whether a plan on one mesh should come before pipelines. Within a host, if the whole batch
-    may fit at all; across hosts, if it leaves half of the memory free without recomputation: then
-    a plan is soon found, and few pipelines beat it. Else tables of stages know more, sooner."""
-    if task.cluster.num_hosts == 1:
-        return not task.number_is_free or _may_fit(task)
+    """Whether a plan on one mesh should come before pipelines: if the whole batch fits without
+    recomputation, across hosts in half of the memory. Then a plan is soon found, and few pipelines
+    beat it. Else tables of stages know more, sooner."""
+    is_one_host = task.cluster.num_hosts == 1
     if not task.number_is_free:
-        return False
-    if (layers := _layers(task)) is None:
-        return False
-    held = sum(layer.residual_bytes for layer in layers) * _HELD_SHARE
-    return (_state_bytes(task) + held) / task.cluster.num_devices <= task.budget_bytes / 2
+        return is_one_host
+    if (layers := task.layers) is None:
+        return is_one_host
+    room = task.budget_bytes if is_one_host else task.budget_bytes / 2
+    return _bytes_without_recomputation(task, layers) <= room
+
+
+def _bytes_without_recomputation(
+    task: AutoTask, layers: Sequence[Layer], num_micro_batches: int = 1
+) -> float:
+    """What a device holds of state and of what the backward pass reads, divided evenly."""
+    held = sum(max(layer.kept_bytes, layer.residual_bytes * _HELD_SHARE) for layer in layers)
+    return (task.state_bytes + held / num_micro_batches) / task.cluster.num_devices
 
 
 def _may_fit(task: AutoTask, num_micro_batches: int = 1) -> bool:
     """Whether so many micro-batches may fit on all devices: state, what every layer keeps if all
     are recomputed, and the largest layer, divided evenly."""
-    if (layers := _layers(task)) is None:
+    if (layers := task.layers) is None:
         return True
     held = sum(layer.kept_bytes for layer in layers)
     largest = max((layer.residual_bytes / layer.trips for layer in layers), default=0)
     held += largest * _HELD_SHARE
-    each = (_state_bytes(task) + held / num_micro_batches) / task.cluster.num_devices
+    each = (task.state_bytes + held / num_micro_batches) / task.cluster.num_devices
     return each <= task.budget_bytes
-
-
-def _layers(task: AutoTask) -> Sequence[Layer] | None:
-    step = task.source.whole
-    try:
-        return find_layers(step.program, batch=step.batch)
-    except Exception as error:
-        task.log.contain("recomputation", error)
-        return None
-
-
-def _state_bytes(task: AutoTask) -> int:
-    step = task.source.whole
-    return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
 
 
 # -- reasons

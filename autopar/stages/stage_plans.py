@@ -93,6 +93,8 @@ def plan_stage(
         solution = solve_mesh(mesh_problem(mesh_task, log), log)
     except MemoryBudgetError as error:
         raise StageTooLarge(number, error) from error
+    if task.submesh == (cluster.num_hosts, cluster.devices_per_host):
+        log.work_s = solution.sharding.problem.work_s
     if solution.sharding.price_per_byte:
         log.prices[task.submesh] = solution.sharding.price_per_byte
     with log.timed("assign"):

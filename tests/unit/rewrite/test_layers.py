@@ -164,6 +164,24 @@ def test_a_scan_over_layers_is_a_layer() -> None:
     assert scan in worth_recomputing(layers)
 
 
+def test_a_scan_of_checkpointed_layers_keeps_what_it_stacks() -> None:
+    """Nothing of it can be recomputed that is not already: all that it stacks stays."""
+    width, rows, trips = 8, 4, 5
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            block = jax.checkpoint(lambda h, w: (jnp.tanh(jnp.tanh(h @ w) @ w), None))
+            return lax.scan(block, x, weights)[0].mean()
+
+        return jax.tree.map(lambda p, g: p - g, weights, jax.grad(loss)(weights))
+
+    weights = SHAPE((trips, width, width), jnp.float32)
+    layers = layers_of(trace_step(step, (weights, SHAPE((rows, width), jnp.float32))))
+    (scan,) = [layer for layer in layers if layer.scan is not None]
+    assert scan.residual_bytes == 0
+    assert scan.kept_bytes == trips * rows * width * 4, "the carry that enters each trip"
+
+
 def test_layers_of_a_program_are_found_once() -> None:
     traced = mlp(4)
     layers = layers_of(traced)
