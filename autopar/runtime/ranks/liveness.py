@@ -1,5 +1,4 @@
-"""Which processes are alive: from the connections of all processes to process 0 to the one that
-was lost.
+"""Which processes are alive: connections of all processes to process 0 → the one that was lost.
 
 Every process holds a connection to process 0 and sends a sign of life over it, and process 0
 answers. A connection that ends without a farewell, or is silent for too long, is a process that was
@@ -112,7 +111,7 @@ class _Peer:
         self._connection.close()
 
 
-class Liveness:
+class ProcessLiveness:
     """The connections of this process. `on_lost` is called, on another thread, when a process is
     lost: in process 0 for any other one, elsewhere for process 0.
 

@@ -25,11 +25,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,142 +38,30 @@ from autopar.errors import AutoparError, ClusterError, DataError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.runtime.ranks.consensus import arrival_limit_s
 from autopar.runtime.ranks.failures import FailureWatch, failure_watch
-from autopar.runtime.ranks.liveness import Liveness, Lost
+from autopar.runtime.ranks.liveness import Lost, ProcessLiveness
+from autopar.runtime.ranks.process_replies import (
+    COMMAND_LIMIT_S,
+    Elsewhere,
+    OwnReply,
+    SentReply,
+    StoredReply,
+)
+from autopar.runtime.ranks.process_workers import OwnWorker, ProcessWorker
 from autopar.runtime.remote.channel import ChannelClient, ChannelServer
-from autopar.runtime.remote.command_thread import CommandThread
 from autopar.runtime.remote.commands import CommandName, StepCall, StepDone
-from autopar.runtime.remote.executor import Executor
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.mailbox import Mailbox
 from autopar.runtime.remote.place import WorkerPlace
-from autopar.runtime.remote.progress import NOWHERE, State, WorkerProgress
+from autopar.runtime.remote.progress import NOWHERE, State
 
 HANG_LIMIT_S = 300.0
 LEAVE_LIMIT_S = 60.0  # for the others to have run the last steps
 VERDICT_S = 5.0  # for the news that a process is lost, before an error counts as this process's
-COMMAND_LIMIT_S = 3600.0
 _CONNECT_LIMIT_S = 30.0
 _POLL_S = 0.25
 _STORED: tuple[CommandName, ...] = ("transports", "open", "compiled")
 _EMPTY: dict[str, Any] = {"load": [], "save": [], "hlo_texts": {}, "stats": {"device_bytes": []}}
 _sessions = itertools.count()
-
-
-class Reply:
-    """The answer of a worker of this process. If the session fails, it is the failure."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._future: Future[Any] = Future()
-
-    def result(self, limit_s: float | None = None) -> Any:
-        limit_s = COMMAND_LIMIT_S if limit_s is None else limit_s
-        try:
-            return self._future.result(limit_s)
-        except TimeoutError as error:
-            if self._future.done() and self._future.exception() is error:
-                raise
-            raise WorkerError(f"{self._what}: no answer within {limit_s:g} s.") from None
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def settle(self, value: Any, error: BaseException | None = None) -> None:
-        with suppress(InvalidStateError):  # it is settled already
-            if error is None:
-                self._future.set_result(value)
-            else:
-                self._future.set_exception(error)
-
-
-class Elsewhere:
-    """The answer of another process's worker that nobody needs here."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def result(self, limit_s: float | None = None) -> Any:
-        return self._value
-
-    def done(self) -> bool:
-        return True
-
-
-class StoredReply:
-    """The answer of another process's worker, in the store of JAX's coordination service."""
-
-    def __init__(self, cluster: ProcessCluster, worker: ProcessWorker, what: str, key: str) -> None:
-        self._cluster, self._worker, self._what, self._key = cluster, worker, what, key
-
-    def result(self, limit_s: float | None = None) -> Any:
-        limit_s = COMMAND_LIMIT_S if limit_s is None else limit_s
-        deadline = time.monotonic() + limit_s
-        while (message := _jax.store_get(self._key, 1.0)) is None:
-            self._cluster.check()
-            if time.monotonic() > deadline:
-                raise WorkerError(
-                    f"{self._what}: process {self._worker.process} did not answer within "
-                    f"{limit_s:g} s. Every process must call the same steps in the same order."
-                )
-        answer = json.loads(message)
-        if "error" in answer:
-            raise WorkerError(f"process {self._worker.process}: {answer['error']}")
-        return answer["value"]
-
-    def done(self) -> bool:
-        return _jax.store_get_now(self._key) is not None
-
-
-class SentReply:
-    """The answer to a step, with small results, that a worker of another process sends."""
-
-    def __init__(self, cluster: ProcessCluster, worker: ProcessWorker, key: int) -> None:
-        self._cluster, self._worker, self._key = cluster, worker, key
-        self._lock = threading.Lock()
-        self._done: StepDone | None = None
-
-    def result(self, limit_s: float | None = None) -> StepDone:
-        with self._lock:
-            if self._done is None:
-                sent = self._cluster.take(self._key, self._worker.process, limit_s)
-                values = dict(zip(sent[0].tolist(), sent[1:], strict=True))
-                self._done = StepDone(values)
-            return self._done
-
-    def done(self) -> bool:
-        return self._done is not None or self._cluster.has_come(self._key)
-
-
-@dataclass(frozen=True)
-class ProcessWorker:
-    """A process's part of one mesh. `own`: what runs it, if it is of this process."""
-
-    place: WorkerPlace
-    process: int
-    own: OwnWorker | None
-
-
-class OwnWorker:
-    """The executor of one mesh in this process, with its thread."""
-
-    def __init__(self, place: WorkerPlace) -> None:
-        self.place = place
-        self.mailbox = Mailbox()
-        self.progress = WorkerProgress(str(Path(place.folder) / f"worker-{place.worker}"))
-        self.executor = Executor(place, self.progress, self.mailbox)
-        self.commands = CommandThread(self.progress)
-        self._num_sent = 0
-        self._lock = threading.Lock()
-
-    def submit(self, command: str, args: tuple[Any, ...], is_step: bool) -> Future[Any]:
-        call = partial(getattr(self.executor, command), *args)
-        with self._lock:
-            number, self._num_sent = self._num_sent, self._num_sent + 1
-            return self.commands.submit(number, command, call, is_step)
-
-    def close(self) -> None:
-        self.commands.close()
-        self.executor.close()
 
 
 class ProcessGroup:
@@ -221,12 +107,12 @@ class ProcessGroup:
         key = f"{cluster.folder_key}/{worker.place.worker}/{command}/{count}"
         if worker.own is None:
             if command in _STORED:
-                return StoredReply(cluster, worker, f"the command {command!r}", key)
+                return StoredReply(worker.process, f"the command {command!r}", key, cluster.check)
             if command == "step" and (sent := _sent_key(worker, args[0])) is not None:
-                return SentReply(cluster, worker, sent)
+                return SentReply(sent, partial(cluster.take, worker.process), cluster.has_come)
             empty = StepDone({}) if command == "step" else _EMPTY.get(command)
             return Elsewhere(empty)
-        reply = Reply(f"the command {command!r} in this process")
+        reply = OwnReply(f"the command {command!r} in this process")
         cluster.expect(reply)
         future = worker.own.submit(command, args, fatal)
         future.add_done_callback(partial(cluster.answered, reply, command, fatal))
@@ -264,7 +150,7 @@ class ProcessCluster:
         self._watch: FailureWatch = failure_watch()
         self._workers = itertools.count()
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._pending: dict[int, Reply] = {}
+        self._pending: dict[int, OwnReply] = {}
         self._clients: dict[int, ChannelClient] = {}
         self._lock = threading.RLock()
         self._failed: AutoparError | None = None
@@ -276,7 +162,7 @@ class ProcessCluster:
         token = self._from_first("token", lambda: secrets.token_hex(32))
         self._token = str(token)
         self._server = ChannelServer(self._address, self._token)
-        self._liveness = Liveness(self.process, self._token, self._doing, self._on_lost)
+        self._liveness = ProcessLiveness(self.process, self._token, self._doing, self._on_lost)
         self._addresses = self._join()
         self._watch.is_waiting_elsewhere = self._has_steps
         threading.Thread(target=self._monitor, name="autopar-monitor", daemon=True).start()
@@ -398,11 +284,11 @@ class ProcessCluster:
 
     # -- answers
 
-    def expect(self, reply: Reply) -> None:
+    def expect(self, reply: OwnReply) -> None:
         with self._lock:
             self._pending[id(reply)] = reply
 
-    def answered(self, reply: Reply, command: str, is_step: bool, future: Future[Any]) -> None:
+    def answered(self, reply: OwnReply, command: str, is_step: bool, future: Future[Any]) -> None:
         """A worker of this process has answered. An error in a step is the end of the session."""
         error = future.exception()
         if error is None:
@@ -434,7 +320,7 @@ class ProcessCluster:
                 with suppress(PeerGone, DataTimeout):
                     self._client(process).send(key, arrays)
 
-    def take(self, key: int, process: int, limit_s: float | None) -> list[np.ndarray]:
+    def take(self, process: int, key: int, limit_s: float | None) -> list[np.ndarray]:
         """What another process sends under the key; raises if a process fails meanwhile."""
         limit_s = COMMAND_LIMIT_S if limit_s is None else limit_s
         deadline = time.monotonic() + limit_s

@@ -126,7 +126,7 @@ class ProcessSession(RemoteSession):
         for worker, wanted in by_worker.items():
             process = copy.mesh.places[worker].host
             key = _fetch_key(copy.number, nth, worker)
-            _fill(value, wanted, self._processes.take(key, process, FETCH_LIMIT_S))
+            _fill(value, wanted, self._processes.take(process, key, FETCH_LIMIT_S))
         return value
 
 

@@ -3,14 +3,17 @@
 import queue
 import time
 
-from autopar.runtime.ranks.liveness import Liveness, Lost
+import pytest
+
+from autopar.runtime.ranks.liveness import Lost, ProcessLiveness
+from autopar.runtime.remote.sockets import hang_up
 
 TOKEN = "a token"
 
 
-def connected(lost: "queue.Queue[Lost]") -> tuple[Liveness, Liveness]:
-    first = Liveness(0, TOKEN, lambda: "", lost.put)
-    other = Liveness(3, TOKEN, lambda: "stage 1, running a_forward", lost.put)
+def connected(lost: "queue.Queue[Lost]") -> tuple[ProcessLiveness, ProcessLiveness]:
+    first = ProcessLiveness(0, TOKEN, lambda: "", lost.put)
+    other = ProcessLiveness(3, TOKEN, lambda: "stage 1, running a_forward", lambda _: None)
     other.join(first.serve("127.0.0.1"), 10.0)
     return first, other
 
@@ -22,20 +25,22 @@ def test_a_connection_that_ends_without_farewell_is_a_loss() -> None:
     while not (first._peers and first._peers[0]._doing):  # its first sign of life
         assert time.monotonic() < until_s
         time.sleep(0.01)
-    other._peers[0].close()  # as the kernel does for a process that is killed
+    hang_up(other._peers[0]._connection)  # as the kernel does for a process that is killed
     found = lost.get(timeout=10.0)
     assert found.process == 3
     assert "Process 3 died" in str(found)
     assert "running a_forward" in str(found)
     first.close()
+    other.close()
 
 
 def test_a_farewell_is_no_loss() -> None:
     lost: queue.Queue[Lost] = queue.Queue()
     first, other = connected(lost)
     other.close()
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.5)
     first.close()
-    assert lost.empty()
 
 
 def test_words_for_silence() -> None:
