@@ -94,7 +94,7 @@ def four_stages() -> Any:
 def gpt() -> Any:
     example = build("gpt-tiny")
     batch = jax.tree.map(np.asarray, example.make_batch(8))
-    state = jax.tree.map(np.asarray, example.make_state())
+    state = jax.tree.map(np.asarray, example.create_state())
     return compared(example.train_step, 2, state, [batch] * NUM_STEPS)
 
 
