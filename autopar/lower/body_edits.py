@@ -10,7 +10,6 @@ from autopar.ir.program_sharding import EquationSharding
 from autopar.ir.spec import Layout
 from autopar.lower.layer_runs import LayerRun
 from autopar.lower.stage_bodies import (
-    Entry,
     Exit,
     LayerLoop,
     LoopCarry,
@@ -145,31 +144,6 @@ def common_filling(rows: Sequence[Exit], equations: Sequence[Equation]) -> Const
         numbers.append(operand)
     values = {float(n.value) if n.value == n.value else None for n in numbers}
     return numbers[0] if len(values) == 1 and None not in values else None
-
-
-def row_behind(
-    operand: Operand, maker: dict[int, Equation], rows: dict[int, Entry]
-) -> Entry | None:
-    """The row of a stack that an operand is, in another shape."""
-    while isinstance(operand, int) and operand not in rows:
-        source = maker.get(operand)
-        if source is None or not _only_reshapes(source):
-            return None
-        operand = source.operands[0]
-    return rows[operand] if isinstance(operand, int) else None
-
-
-def _only_reshapes(equation: Equation) -> bool:
-    name, params = equation.name, equation.params
-    if name == "broadcast_in_dim":
-        if len(equation.operands) != 1 or isinstance(equation.operands[0], Constant):
-            return False
-        dims = params["broadcast_dimensions"]
-        others = [s for d, s in enumerate(params["shape"]) if d not in dims]
-        return others == [1] * len(others) and len(dims) == len(params["shape"]) - len(others)
-    if name == "reshape":
-        return params["dimensions"] is None
-    return name in ("squeeze", "expand_dims")
 
 
 def pruned(body: StageProgramBody) -> StageProgramBody:

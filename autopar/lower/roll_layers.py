@@ -16,7 +16,7 @@ of one array, would have to be copied together for a loop, so they stay written 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jax.core import ShapedArray
@@ -30,7 +30,6 @@ from autopar.lower.body_edits import (
     items_of,
     operands_of,
     pruned,
-    row_behind,
     with_loop,
 )
 from autopar.lower.layer_runs import Key, LayerRun, find_run, numbered_layers
@@ -43,6 +42,7 @@ from autopar.lower.stage_bodies import (
     StagePrograms,
     stacked_layout,
 )
+from autopar.lower.whole_stacks import StackGroup, with_whole_stacks
 
 MIN_LAYERS = 4  # fewer are compiled soon, and run a little faster written out
 
@@ -73,21 +73,6 @@ def roll_layers(staged: StagePrograms) -> StagePrograms:
 
 class _CannotRoll(Exception):
     """These layers stay as they are."""
-
-
-@dataclass(frozen=True)
-class _StackGroup:
-    """Buffers of a stage, one per layer, that become the rows of a stack."""
-
-    members: tuple[int, ...]
-    micro_batch: int | None
-    stack: int  # the value of its buffer
-    layout: Layout | None  # of a row
-    aval: ShapedArray  # of a row
-
-    @property
-    def ref(self) -> Ref:
-        return Ref(self.stack, self.micro_batch)
 
 
 class _StageRoller:
@@ -161,7 +146,7 @@ class _Stacks:
 
     def __init__(self, roller: _StageRoller, runs: Sequence[LayerRun | None]) -> None:
         self.roller, self.runs = roller, runs
-        self.groups: dict[tuple[int, ...], _StackGroup] = {}
+        self.groups: dict[tuple[int, ...], StackGroup] = {}
         self.avals = roller.bodies[0].avals
         self.num_avals = len(self.avals)
 
@@ -207,7 +192,7 @@ class _Stacks:
         if len(set(members)) < len(members) or _jax.is_extended_dtype(avals[0].dtype):
             raise _CannotRoll
         stack = self.new_value(_jax.stacked_aval(avals[0], len(members)))
-        self.groups[members] = _StackGroup(members, micro_batches.pop(), stack, layout, avals[0])
+        self.groups[members] = StackGroup(members, micro_batches.pop(), stack, layout, avals[0])
 
     def find_read_groups(self, body: StageProgramBody, run: LayerRun) -> None:
         for values in run.reads.values():
@@ -278,9 +263,9 @@ class _Stacks:
             new = with_loop(new, run, reads, writes)
         elif not read and len(exits) == len(body.exits):
             return body
-        return pruned(self.with_whole_stacks(new))
+        return pruned(with_whole_stacks(new, list(self.groups.values()), self.new_value))
 
-    def stacks_read(self, body: StageProgramBody, run: LayerRun) -> dict[int, _StackGroup]:
+    def stacks_read(self, body: StageProgramBody, run: LayerRun) -> dict[int, StackGroup]:
         """The stack that each value of a layer is a row of, where it is another in every layer."""
         return {
             value: self.groups[tuple(ref.value for ref in self.refs_of(body, values))]
@@ -352,49 +337,8 @@ class _Stacks:
             return carry.value, model.chain
         return None
 
-    def with_whole_stacks(self, body: StageProgramBody) -> StageProgramBody:
-        """The stage program without equations that stack all rows of a stack again."""
-        rows = {e.value: e for e in body.entries if e.row is not None}
-        maker = {r: e for e in body.equations for r in e.results}
-        whole: list[Entry] = []
-        kept: list[int] = []
-        for index, equation in enumerate(body.equations):
-            sources = [row_behind(o, maker, rows) for o in equation.operands]
-            first = sources[0] if sources else None
-            group = next(
-                (g for g in self.groups.values() if first and g.ref == first.refs[0]), None
-            )
-            is_stack = (
-                group is not None
-                and equation.name == "concatenate"
-                and equation.params["dimension"] == 0
-                and [s and (s.refs[0], s.row, s.chain) for s in sources]
-                == [(group.ref, row, first and first.chain) for row in range(len(group.members))]
-                and tuple(body.avals[equation.results[0]].shape)
-                == tuple(self.avals[group.stack].shape)
-            )
-            if not is_stack:
-                kept.append(index)
-                continue
-            assert group is not None and first is not None
-            chain = [stacked_layout(layout) for layout in first.chain]
-            chain += body.shardings[index].results[0]
-            layouts = tuple(layout for layout in chain if layout is not None)
-            layout = stacked_layout(group.layout)
-            whole.append(Entry((group.ref,), equation.results[0], layout, layouts))
-        if not whole:
-            return body
-        loops = tuple((sum(k < position for k in kept), loop) for position, loop in body.loops)
-        return replace(
-            body,
-            entries=(*body.entries, *whole),
-            equations=tuple(body.equations[k] for k in kept),
-            shardings=tuple(body.shardings[k] for k in kept),
-            loops=loops,
-        )
 
-
-def _rows(group: _StackGroup, entries: Iterable[Entry]) -> list[Entry]:
+def _rows(group: StackGroup, entries: Iterable[Entry]) -> list[Entry]:
     """The rows of a stack as values of their own, for whoever reads them."""
     rows = []
     for entry in entries:
