@@ -15,7 +15,7 @@ of one array, would have to be copied together for a loop, so they stay written 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -244,7 +244,11 @@ class _Stacks:
             if len(entry.refs) > 1 and any(self.is_grouped(ref.value) for ref in entry.refs):
                 raise _CannotRoll
         stacks = {} if run is None else self.stacks_read(body, run)
-        given = {e.refs[0].value for e in body.entries if self.is_grouped(e.refs[0].value)}
+        rows: list[Entry] = []
+        entries: list[Entry] = []
+        for entry in body.entries:
+            (rows if self.is_grouped(entry.refs[0].value) else entries).append(entry)
+        given = {row.refs[0].value for row in rows}
         members = {group.members for group in stacks.values()}
         read = [
             g
@@ -253,10 +257,9 @@ class _Stacks:
         ]
         whole = {g.members: self.new_value(self.avals[g.stack]) for g in read}
         exits, writes = self.exits(body, run, whole)
-        entries = [e for e in body.entries if not self.is_grouped(e.refs[0].value)]
         for group in read:
             stack = Entry((group.ref,), whole[group.members], stacked_layout(group.layout))
-            entries += (stack, *_rows(group, (e for e in body.entries if e not in entries)))
+            entries += (stack, *_rows(group, rows))
         new = replace(body, entries=tuple(entries), exits=tuple(exits))
         if run is not None:
             reads = [LoopRead(v, whole[g.members], g.layout) for v, g in stacks.items()]
@@ -338,15 +341,16 @@ class _Stacks:
         return None
 
 
-def _rows(group: StackGroup, entries: Iterable[Entry]) -> list[Entry]:
+def _rows(group: StackGroup, entries: Sequence[Entry]) -> list[Entry]:
     """The rows of a stack as values of their own, for whoever reads them."""
+    position_of = {member: row for row, member in enumerate(group.members)}
     rows = []
     for entry in entries:
-        if entry.refs[0].value in group.members:
+        if entry.refs[0].value in position_of:
             chain = entry.chain
             if entry.layout != group.layout and entry.layout is not None:
                 chain = (entry.layout, *chain)
-            row = group.members.index(entry.refs[0].value)
+            row = position_of[entry.refs[0].value]
             rows.append(
                 replace(entry, refs=(group.ref,), layout=group.layout, chain=chain, row=row)
             )
