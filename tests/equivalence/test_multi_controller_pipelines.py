@@ -27,6 +27,7 @@ SCENARIOS = [
     "checkpoint",
     "another_plan",
     "placed_arrays",
+    "traced",
 ]
 
 
@@ -117,6 +118,13 @@ def test_what_one_process_placed_is_refused_not_guessed(four):
     for own in four:
         assert own["placed_arrays"].get("error") == "ArgumentError", own["placed_arrays"]
         assert "was placed by this process" in own["placed_arrays"]["message"]
+
+
+@pytest.mark.ci
+def test_a_trace_is_refused_and_the_step_goes_on(four):
+    for own in four:
+        assert "does not record pipelines" in own["traced"].get("refused", ""), own["traced"]
+        assert own["traced"]["loss"] == four[0]["traced"]["loss"]
 
 
 @pytest.mark.ci

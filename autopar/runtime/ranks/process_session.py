@@ -53,6 +53,12 @@ class ProcessSession(RemoteSession):
             )
         self._processes.check()
 
+    def check_recording(self) -> None:
+        raise ClusterError(
+            "autopar.trace does not record pipelines in processes of your own. Run the step "
+            "outside of it, or trace the same plan in one process or on Ray."
+        )
+
     # -- values up
 
     def new_number(self, mesh: RemoteMesh) -> int:

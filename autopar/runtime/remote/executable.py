@@ -176,6 +176,8 @@ class RemoteExecutable(InstructionExecutable):
 
     def _run(self, leaves: Sequence[Any], recorder: Recorder | None) -> list[DistributedArray]:
         self._session.check()
+        if recorder is not None:
+            self._session.check_recording()
         self._start_again()
         self._wait_for_room()
         with uninterrupted(), self._session.lock:
