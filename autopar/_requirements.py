@@ -128,7 +128,10 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "jax._src.pallas.core.GridMapping.num_inputs",
         "jax._src.pallas.core.GridMapping.vmapped_dims",
     ),
-    DISTRIBUTED: ("jax._src.distributed.global_state.client",),
+    DISTRIBUTED: (
+        "jax._src.distributed.global_state.client",
+        "jax._src.distributed.global_state.coordinator_address",
+    ),
     TRANSFERS: ("jax.experimental.transfer.start_transfer_server",),
     VERIFY: ("jax.experimental.topologies.get_topology_desc",),
     CACHE: ("jax.experimental.compilation_cache.compilation_cache.reset_cache",),

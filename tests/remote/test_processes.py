@@ -79,7 +79,7 @@ def test_what_workers_compile_is_counted_and_planned_again(monkeypatch: pytest.M
 
     def too_much_at_first(executable: RemoteExecutable) -> tuple[float, ...]:
         found = count(executable)
-        counted.append(max(found) * (1.5 if not counted else 1.0))
+        counted.append(max(found) if counted else 1.25 * budget)
         return (counted[-1],) * len(found)
 
     def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -95,7 +95,8 @@ def test_what_workers_compile_is_counted_and_planned_again(monkeypatch: pytest.M
         free = autopar.parallelize(step, donate_argnums=())
         free(weights, x)
         assert free.last_executable is not None
-        budget = 1.2 * free.last_executable.memory_bytes()
+        predicted = free.plan(weights, x).estimated_peak_bytes
+        budget = 1.2 * max(free.last_executable.memory_bytes(), predicted)
         options = autopar.ShardingOptions(memory_budget_bytes=budget)
         method = autopar.AutoParallel(options=options)
         monkeypatch.setattr(RemoteExecutable, "mesh_memory_bytes", too_much_at_first)

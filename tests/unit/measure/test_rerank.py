@@ -142,19 +142,19 @@ def test_candidates_of_a_pipeline_search_have_other_stages():
 
 
 @pytest.mark.parametrize(
-    ("remat", "width", "rows", "num_devices", "budget"),
+    ("remat", "activation", "width", "rows", "num_devices", "budget"),
     [
-        ("none", 512, 16384, 8, 1.53e8),  # of 157 MB; state that is split further makes it fit
-        ("auto", 64, 65536, 2, 2.4e8),  # of 261 MB; activations are what there is to save
+        ("none", jnp.tanh, 512, 16384, 8, 1.6e8),  # of 168 MB; state that is split further fits
+        ("auto", jax.nn.gelu, 64, 65536, 2, 3.5e8),  # of 387 MB; activations can be recomputed
     ],
 )
-def test_candidates_keep_to_the_budget(remat, width, rows, num_devices, budget):
+def test_candidates_keep_to_the_budget(remat, activation, width, rows, num_devices, budget):
     def deep(state, batch):
         def loss(layers):
             x = batch
             for number, (up, down) in enumerate(layers):
                 with jax.named_scope(f"layer_{number}"):
-                    x = x + jnp.tanh(x @ up) @ down
+                    x = x + activation(x @ up) @ down
             return jnp.mean(x**2)
 
         weights, moments = state
