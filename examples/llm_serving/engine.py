@@ -398,11 +398,11 @@ class BatchingEngine:
             self.histograms["time_per_output_token_seconds"].add(now_s - one.given_s)
         one.given_s = now_s
         if token in one.completion.stops:
+            self._free(one)  # counted before the client hears of the end
             _end(one, Token(token, logprob, "stop"))
-            self._free(one)
         elif one.num_given >= one.limit:
-            _end(one, Token(token, logprob, "length"))
             self._free(one)
+            _end(one, Token(token, logprob, "length"))
         else:
             one.completion.put(Token(token, logprob))
 
