@@ -155,7 +155,6 @@ class ProcessCluster:
         self._lock = threading.RLock()
         self._failed: AutoparError | None = None
         self._closed = threading.Event()
-        self._stored: list[str] = []
         self._folder = tempfile.mkdtemp(prefix="autopar-")
         self._node = socket.gethostname()
         self._address = _own_address()
@@ -176,9 +175,7 @@ class ProcessCluster:
         return self._read(topic, 0)
 
     def _store(self, topic: str, value: Any) -> None:
-        key = f"{self.folder_key}/{topic}"
-        _jax.store_set(key, json.dumps(value).encode())
-        self._stored.append(key)
+        _jax.store_set(f"{self.folder_key}/{topic}", json.dumps(value).encode())
 
     def _read(self, topic: str, process: int) -> Any:
         limit_s = arrival_limit_s()
