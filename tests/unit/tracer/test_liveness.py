@@ -1,4 +1,4 @@
-"""What is in memory when, on small programs whose XLA buffers are known."""
+"""How long values are in memory, on small programs whose XLA buffers are known."""
 
 from __future__ import annotations
 
@@ -6,80 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.ir.graph import Graph, NodeKind
-from autopar.tracer.build import build_graph
-from autopar.tracer.trace_step import trace_step
-
-
-def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def graph_of(fn, *args, overlaps: bool = False, **options) -> Graph:
-    return build_graph(trace_step(fn, args, **options), overlaps=overlaps)
-
-
-def lives_by_op(graph: Graph) -> dict[str, list[tuple[int, int, tuple[int, ...]]]]:
-    """Name of the op that made it -> (start, end, shape) of what is in memory, inputs left out."""
-    found: dict[str, list] = {}
-    for life in graph.liveness.lives:
-        node = graph.nodes[graph.producer[life.value][0]]
-        if node.kind is NodeKind.INPUT:
-            continue
-        if node.kind is NodeKind.FINISH:
-            node = graph.nodes[graph.producer[node.operands[0]][0]]
-        shape = graph.values[life.value].shape
-        found.setdefault(node.name, []).append((life.start, life.end, shape))
-    return found
-
-
-def train(loss_of):
-    def step(w, x):
-        return jax.tree.map(lambda p, g: p - g, w, jax.grad(lambda w: loss_of(w, x))(w))
-
-    return step
-
-
-def test_elementwise_values_are_fused_and_what_products_read_is_written() -> None:
-    graph = graph_of(lambda w, x: jnp.sort((jnp.exp(x @ w) + 1) @ w), array(64, 64), array(64, 64))
-    lives = lives_by_op(graph)
-    assert len(lives["dot_general"]) == 2 and len(lives["add"]) == 1
-    assert "exp" not in lives
-
-
-def test_the_scores_and_the_probabilities_of_a_softmax_are_kept() -> None:
-    """Of bfloat16 scores: not the float32 between, which the backward pass computes again."""
-
-    def loss_of(w, x):
-        scores = (x @ w).astype(jnp.bfloat16)
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(jnp.bfloat16)
-        return jnp.sum((weights @ x).astype(jnp.float32))
-
-    dtype = jnp.bfloat16
-    graph = graph_of(train(loss_of), array(64, 64, dtype=dtype), array(64, 64, dtype=dtype))
-    backward = min(i for i, n in enumerate(graph.nodes) if n.region == "backward")
-    kept = [
-        graph.values[life.value].dtype
-        for life in graph.liveness.lives
-        if life.start < backward <= life.end
-        and graph.nodes[graph.producer[life.value][0]].kind is not NodeKind.INPUT
-        and graph.values[life.value].shape == (64, 64)
-    ]
-    assert kept and set(kept) == {"bfloat16"} and len(kept) <= 2
-
-
-def test_a_dear_activation_that_both_passes_need_is_kept_where_it_is_small() -> None:
-    """In bfloat16, writing a tanh moves less than computing it again costs; in float32 not."""
-
-    def loss_of(w, x):
-        h = x @ w
-        return jnp.sum((h * (1 + jnp.tanh(h + h**3))) @ w).astype(jnp.float32)
-
-    def kept(dtype) -> bool:
-        args = (array(64, 64, dtype=dtype), array(64, 64, dtype=dtype))
-        return "tanh" in lives_by_op(graph_of(train(loss_of), *args))
-
-    assert kept(jnp.bfloat16) and not kept(jnp.float32)
+from autopar.ir.graph import NodeKind
+from tests.unit.tracer.memory_graphs import array, graph_of, lives_by_op, train
 
 
 def test_an_elementwise_result_takes_over_the_buffer_it_is_last_to_read() -> None:
@@ -95,44 +23,6 @@ def test_nothing_takes_over_the_buffer_of_a_product() -> None:
     lives = lives_by_op(graph)
     ((_, end, _),), ((start, _, _),) = lives["dot_general"], lives["exp"]
     assert end == start
-
-
-@pytest.mark.parametrize("epilogue", ["add", "mul"])
-def test_cublas_adds_to_a_product_and_multiplies_it_itself(epilogue: str) -> None:
-    def fn(w, x, y):
-        product = x @ w
-        return jnp.sort(product + jnp.sort(y) if epilogue == "add" else 3 * product)
-
-    graph = graph_of(fn, array(64, 32), array(32, 64), array(32, 32))
-    lives = lives_by_op(graph)
-    assert "dot_general" not in lives and len(lives[epilogue]) == 1
-    if epilogue == "add":  # in place of the other addend
-        assert all(end < lives["add"][0][0] for _, end, _ in lives["sort"][:1])
-
-
-def test_what_else_reads_a_product_keeps_it_apart_from_its_sum() -> None:
-    def fn(w, x, y):
-        product = x @ w
-        return jnp.sort(product + jnp.sort(y)), jnp.sort(product)
-
-    graph = graph_of(fn, array(64, 32), array(32, 64), array(32, 32))
-    lives = lives_by_op(graph)
-    assert len(lives["dot_general"]) == len(lives["add"]) == 1
-
-
-def test_of_two_products_that_are_added_the_first_waits_for_the_second() -> None:
-    """So its operands are kept until then."""
-
-    def fn(w, x):
-        first, second = jnp.sort(x), jnp.sort(w)
-        early = first @ second
-        return jnp.sort(early.T + (jnp.sort(second) @ jnp.sort(first)).T)
-
-    graph = graph_of(fn, array(64, 64), array(64, 64))
-    lives = lives_by_op(graph)
-    (add,) = [i for i, n in enumerate(graph.nodes) if n.name == "add"]
-    assert [end >= add for _, end, _ in lives["sort"][:2]] == [True, True]
-    assert len(lives["dot_general"]) == 1 and "transpose" not in lives
 
 
 def test_an_elementwise_kernel_and_the_one_that_reads_it_are_one() -> None:
@@ -182,45 +72,6 @@ def test_a_scatter_changes_its_array_in_place() -> None:
     lives = lives_by_op(graph)
     ((_, end, _),), ((start, _, _),) = lives["dot_general"], lives["scatter-add"]
     assert end < start
-
-
-def test_a_scatter_into_zeros_is_made_in_what_it_is_added_to() -> None:
-    """The gradient of picking the target's logits: XLA scatters into the gradient of the softmax,
-    so that neither the zeros nor their sum with the picks take memory."""
-    classes = 2**15
-
-    def loss_of(w, x):
-        logits = x @ w
-        target = jnp.take_along_axis(logits, jnp.full((128, 1), 3), axis=-1)[:, 0]
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
-
-    graph = graph_of(train(loss_of), array(32, classes), array(128, 32))
-    assert any(n.name == "scatter-add" for n in graph.nodes)
-    large = {
-        name
-        for name, lives in lives_by_op(graph).items()
-        for _, _, shape in lives
-        if shape == (128, classes)
-    }
-    assert large == {"dot_general", "add_any"}
-
-
-@pytest.mark.parametrize("other", [0.0, 1.0])
-def test_zeros_that_a_scatter_adds_to_are_read_from_memory_by_others(other: float) -> None:
-    """XLA merges equal constants, and does not fuse one that has to be in memory anyway (Adagrad
-    updates embeddings by `where(sum > 0, …, 0)`)."""
-
-    def step(w, ids):
-        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w[ids])))(w)
-        return w - jnp.where(w > 0, gradient, jnp.full(w.shape, other))
-
-    graph = graph_of(step, array(4096, 64), array(32, dtype=jnp.int32))
-    lives = lives_by_op(graph)
-    in_update = [n.name for n in graph.nodes if n.region == "update"]
-    assert "select_n" in in_update
-    # One for the scatter, whose result takes it over, and one for the update.
-    made = [*lives["broadcast_in_dim"], *lives.get("convert_element_type", [])]
-    assert sum(shape == (4096, 64) for _, _, shape in made) == (2 if other == 0 else 1)
 
 
 @pytest.mark.parametrize("columns", [1024, 2**15])

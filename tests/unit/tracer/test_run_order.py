@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import NodeKind
-from tests.unit.tracer.test_liveness import array, graph_of, train
+from tests.unit.tracer.memory_graphs import array, graph_of, train
 
 
 def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:

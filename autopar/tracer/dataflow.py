@@ -1,0 +1,82 @@
+"""Who makes and who reads each value of a graph, for the model of XLA's memory: `Dataflow`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+from autopar.ir.graph import Node, NodeKind, Value
+from autopar.tracer.costs import VIEWS
+
+Type = tuple[tuple[int, ...], str]
+
+
+class Dataflow:
+    """The nodes of a graph by what they read and make.
+
+    `zeros`: values known to be zero everywhere; `turned`: transposes that products make themselves,
+    which are views of their operands like a reshape.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        values: Sequence[Value],
+        zeros: Collection[int] = (),
+        turned: Collection[int] = (),
+    ) -> None:
+        self.nodes = nodes
+        self.values = values
+        self.zeros = frozenset(zeros)
+        self.turned = frozenset(turned)
+        self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
+        self.finish_of = {
+            node.operands[0]: node.results[0] for node in nodes if node.kind is NodeKind.FINISH
+        }
+
+    def with_turned(self, turned: Collection[int]) -> Dataflow:
+        return Dataflow(self.nodes, self.values, self.zeros, turned)
+
+    @cached_property
+    def direct_readers(self) -> dict[int, list[int]]:
+        """Value -> the nodes that read it; those of its views are not among them."""
+        readers: dict[int, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for value in node.operands:
+                readers.setdefault(value, []).append(index)
+        return readers
+
+    def maker(self, value: int) -> Node:
+        return self.nodes[self.producer[value]]
+
+    def finished(self, value: int) -> int:
+        """The value itself, or the result of its partial sums, which shares its buffer."""
+        return self.finish_of.get(value, value)
+
+    def source(self, value: int) -> int:
+        """The value that a view is a view of."""
+        node = self.maker(value)
+        while self.is_view(node) and node.operands:
+            value = node.operands[0]
+            node = self.maker(value)
+        return value
+
+    def is_view(self, node: Node) -> bool:
+        if node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS:
+            return True
+        return node.name == "transpose" and node.results[0] in self.turned
+
+    def is_constant(self, value: int) -> bool:
+        """A filled array: constants are no operands of nodes."""
+        node = self.maker(value)
+        return node.kind is NodeKind.OP and not node.operands
+
+    def is_transpose(self, node: Node) -> bool:
+        """Whether a node writes more than a matrix in another order of dimensions."""
+        return node.name == "transpose" and len(self.shape_of(node)) > 2
+
+    def shape_of(self, node: Node) -> tuple[int, ...]:
+        return self.values[node.results[0]].shape
+
+    def type_of(self, value: int) -> Type:
+        return self.values[value].shape, self.values[value].dtype

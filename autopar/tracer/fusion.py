@@ -1,0 +1,236 @@
+"""Which values XLA for GPUs writes to memory: from a `Dataflow` to a `Fusion`.
+
+The result of a product, reduction or gather is written to memory; an elementwise value is written
+if such an op reads it. Otherwise each reader recomputes it, if that moves fewer bytes than writing
+it once (`_is_written`). A reshape, a barrier or a use is a view and has no memory of its own, nor
+has what is made inside another op (`folding`). Zeros that a scatter needs in memory are merged
+with all other zeros of that type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Node, NodeKind
+from autopar.tracer.costs import INSTRUCTIONS, REDUCTIONS, UNFUSED
+from autopar.tracer.dataflow import Dataflow, Type
+from autopar.tracer.regions import UPDATE
+from autopar.tracer.run_order import is_scatter_add
+
+# In `UNFUSED`, but XLA takes the slice inside its reader.
+_FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
+# A value this expensive (in instructions per element) that both passes need has at least this many
+# readers: one forward, and backward the slope and its factors.
+_EXPENSIVE = 20.0
+_CROSSING_READERS = 4
+_MAX_SEEN = 32  # values, in a search through elementwise readers
+
+
+@dataclass(frozen=True)
+class ValueReader:
+    """A node that reads a value, and whether it needs it in memory."""
+
+    node: int
+    unfused: bool
+
+
+class Fusion:
+    """What is in memory and what is fused.
+
+    written:    values that have memory of their own.
+    made_from:  written value -> the written ones that the kernel that makes it reads.
+    readers:    value -> its readers, those of its views among them.
+    epilogues:  addition or multiplication -> the product that it is a part of.
+    transposed: values written by elementwise ops with a transpose among them.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        scatters: Mapping[int, int],
+        products: Mapping[int, int],
+        outputs: Collection[int],
+        in_place: Collection[int],
+    ) -> None:
+        """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
+        outputs that take over the buffer of an input."""
+        self.flow = flow
+        self.outputs, self.in_place = outputs, in_place
+        self._scatters = scatters
+        self._folded = {**scatters, **products}
+        self.epilogues = {index: product for product, index in products.items()}
+        self.readers: dict[int, list[ValueReader]] = {}
+        self.made_from: dict[int, frozenset[int]] = {}
+        self.transposed: set[int] = set()
+        self._zero_types = self._scattered_zeros()
+        self._find_readers()
+        self.written = self._find_written()
+
+    # -- kinds of nodes
+
+    def is_unfused(self, node: Node) -> bool:
+        if node.kind is NodeKind.MERGE:
+            return True
+        return node.name in UNFUSED and node.name not in _FUSED_SLICES
+
+    def is_elementwise(self, index: int) -> bool:
+        node = self.flow.nodes[index]
+        if node.kind is not NodeKind.OP or self.flow.is_view(node) or index in self.epilogues:
+            return False
+        return (
+            not self.is_unfused(node) and node.name not in REDUCTIONS and node.name not in UNFUSED
+        )
+
+    def is_of_product(self, index: int, value: int) -> bool:
+        """Whether a value is the product that is made in an addition, or a view of it."""
+        return self.flow.source(value) in self.flow.nodes[self.epilogues[index]].results
+
+    # -- searches
+
+    def fused_readers(self, value: int) -> Iterator[int]:
+        """Nodes that read a value, directly or through a few elementwise ones."""
+        frontier, seen = [value], {value}
+        while frontier and len(seen) < _MAX_SEEN:
+            for reader in self.readers.get(frontier.pop(), ()):
+                node = self.flow.nodes[reader.node]
+                if reader.unfused:
+                    continue
+                yield reader.node
+                if node.name not in REDUCTIONS:
+                    frontier += [v for v in node.results if v not in seen]
+                    seen.update(node.results)
+
+    def waits_for(self, node: int, earlier: int) -> bool:
+        """Whether a node depends on another."""
+        frontier, seen = [earlier], {earlier}
+        while frontier:
+            for value in self.flow.nodes[frontier.pop()].results:
+                for reader in self.readers.get(value, ()):
+                    if reader.node == node:
+                        return True
+                    if reader.node < node and reader.node not in seen:
+                        seen.add(reader.node)
+                        frontier.append(reader.node)
+        return False
+
+    def read_from_memory(self) -> frozenset[int]:
+        """Written values and their views."""
+        in_memory = set(self.written)
+        for node in self.flow.nodes:
+            if self.flow.is_view(node) and in_memory.issuperset(node.operands):
+                in_memory.update(node.results)
+        return frozenset(in_memory)
+
+    # -- readers
+
+    def _find_readers(self) -> None:
+        for index in range(len(self.flow.nodes) - 1, -1, -1):
+            node = self.flow.nodes[index]
+            is_view = self.flow.is_view(node)
+            for position, value in enumerate(node.operands):
+                readers = self.readers.setdefault(value, [])
+                if is_view:
+                    readers += (r for v in node.results for r in self.readers.get(v, ()))
+                else:
+                    unfused = self.is_unfused(node) or self._is_added(index, value)
+                    is_filled = index in self._scatters and position == 0
+                    readers.append(ValueReader(index, unfused and not is_filled))
+
+    def _is_added(self, index: int, value: int) -> bool:
+        """Whether a product is added to a value, which cuBLAS reads from memory unless it is a
+        vector that all rows share."""
+        if index not in self.epilogues or self.flow.is_constant(value):
+            return False
+        is_vector = self.flow.maker(value).name == "broadcast_in_dim"
+        return not is_vector and not self.is_of_product(index, value)
+
+    # -- written values
+
+    def _find_written(self) -> set[int]:
+        flow = self.flow
+        written: set[int] = set()
+        sources: dict[int, frozenset[int]] = {}
+        work: dict[int, float] = {}  # instructions per element since the sources
+        transposed: set[int] = set()  # fused values with a transpose since the sources
+        made_in = frozenset(self._folded.values())
+        for index, node in enumerate(flow.nodes):
+            made_from: frozenset[int] = frozenset()
+            if node.kind is not NodeKind.INPUT:
+                made_from = frozenset().union(
+                    *(sources.get(v, frozenset((v,))) for v in node.operands)
+                )
+            instructions = 0.0 if flow.is_view(node) else INSTRUCTIONS.get(node.name, 1.0)
+            instructions += sum(work.get(v, 0.0) for v in node.operands)
+            transposes = flow.is_transpose(node) or any(v in transposed for v in node.operands)
+            for value in node.results:
+                if index in made_in or (
+                    index not in self._folded
+                    and self._is_written(node, value, made_from, instructions)
+                ):
+                    written.add(value)
+                    sources[value] = frozenset((value,))
+                    self.made_from[value] = made_from
+                    if transposes and not self.is_unfused(node) and node.name not in REDUCTIONS:
+                        self.transposed.add(value)
+                else:
+                    sources[value] = made_from
+                    work[value] = instructions
+                    if transposes and node.name not in REDUCTIONS:
+                        transposed.add(value)
+        return written
+
+    def _is_written(self, node: Node, value: int, made_from: frozenset[int], work: float) -> bool:
+        flow = self.flow
+        if node.kind in (NodeKind.INPUT, NodeKind.MERGE):
+            return True
+        if flow.is_view(node):
+            return False
+        readers = self.readers.get(value, [])
+        finished = flow.finished(value)
+        if finished in self.outputs and finished not in self.in_place:
+            return True
+        if not readers or all(flow.nodes[r.node].kind is NodeKind.INPUT for r in readers):
+            return False
+        if value in flow.zeros and flow.type_of(value) in self._zero_types:
+            return any(flow.zeros.isdisjoint(flow.nodes[r.node].results) for r in readers)
+        fused = [r for r in readers if not r.unfused]
+        if len(fused) < len(readers) or node.name in UNFUSED - _FUSED_SLICES:
+            return True
+        if node.name in REDUCTIONS:
+            return True
+        # Recompute it in each reader, or write it once and read it back?
+        size = flow.values[value].num_bytes
+        source_bytes = sum(flow.values[v].num_bytes for v in made_from)
+        elements = prod(flow.values[value].shape)
+        recompute = source_bytes + work * elements / INSTRUCTIONS_PER_BYTE
+        count = len({r.node for r in fused})
+        if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
+            count = max(count, _CROSSING_READERS)
+        return (count - 1) * recompute > (count + 1) * size
+
+    def _scattered_zeros(self) -> frozenset[Type]:
+        """Types of the zeros that scatters add to. XLA merges all zeros of one type, and what one
+        reader needs in memory is not fused into the others."""
+        return frozenset(
+            self.flow.type_of(value)
+            for index, node in enumerate(self.flow.nodes)
+            if is_scatter_add(node.name) and index not in self._scatters
+            for value in node.operands[:1]
+            if value in self.flow.zeros
+        )
+
+    def _crosses(self, value: int) -> bool:
+        """Whether the backward pass reads a forward value, directly or through elementwise ops."""
+        frontier, seen = [value], {value}
+        region = self.flow.maker(value).region
+        while frontier and len(seen) < _MAX_SEEN:
+            for reader in self.readers.get(frontier.pop(), ()):
+                node = self.flow.nodes[reader.node]
+                if node.region != region:
+                    return node.region != UPDATE
+                if not reader.unfused and node.name not in REDUCTIONS:
+                    frontier += [v for v in node.results if v not in seen]
+                    seen.update(node.results)
+        return False

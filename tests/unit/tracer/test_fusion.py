@@ -1,0 +1,70 @@
+"""Which values XLA writes, on small programs whose buffers are known."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.ir.graph import NodeKind
+from tests.unit.tracer.memory_graphs import array, graph_of, lives_by_op, train
+
+
+def test_elementwise_values_are_fused_and_what_products_read_is_written() -> None:
+    graph = graph_of(lambda w, x: jnp.sort((jnp.exp(x @ w) + 1) @ w), array(64, 64), array(64, 64))
+    lives = lives_by_op(graph)
+    assert len(lives["dot_general"]) == 2 and len(lives["add"]) == 1
+    assert "exp" not in lives
+
+
+def test_the_scores_and_the_probabilities_of_a_softmax_are_kept() -> None:
+    """Of bfloat16 scores: not the float32 between, which the backward pass computes again."""
+
+    def loss_of(w, x):
+        scores = (x @ w).astype(jnp.bfloat16)
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(jnp.bfloat16)
+        return jnp.sum((weights @ x).astype(jnp.float32))
+
+    dtype = jnp.bfloat16
+    graph = graph_of(train(loss_of), array(64, 64, dtype=dtype), array(64, 64, dtype=dtype))
+    backward = min(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    kept = [
+        graph.values[life.value].dtype
+        for life in graph.liveness.lives
+        if life.start < backward <= life.end
+        and graph.nodes[graph.producer[life.value][0]].kind is not NodeKind.INPUT
+        and graph.values[life.value].shape == (64, 64)
+    ]
+    assert kept and set(kept) == {"bfloat16"} and len(kept) <= 2
+
+
+def test_a_dear_activation_that_both_passes_need_is_kept_where_it_is_small() -> None:
+    """In bfloat16, writing a tanh moves less than computing it again costs; in float32 not."""
+
+    def loss_of(w, x):
+        h = x @ w
+        return jnp.sum((h * (1 + jnp.tanh(h + h**3))) @ w).astype(jnp.float32)
+
+    def kept(dtype) -> bool:
+        args = (array(64, 64, dtype=dtype), array(64, 64, dtype=dtype))
+        return "tanh" in lives_by_op(graph_of(train(loss_of), *args))
+
+    assert kept(jnp.bfloat16) and not kept(jnp.float32)
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0])
+def test_zeros_that_a_scatter_adds_to_are_read_from_memory_by_others(other: float) -> None:
+    """XLA merges equal constants, and does not fuse one that has to be in memory anyway (Adagrad
+    updates embeddings by `where(sum > 0, …, 0)`)."""
+
+    def step(w, ids):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w[ids])))(w)
+        return w - jnp.where(w > 0, gradient, jnp.full(w.shape, other))
+
+    graph = graph_of(step, array(4096, 64), array(32, dtype=jnp.int32))
+    lives = lives_by_op(graph)
+    in_update = [n.name for n in graph.nodes if n.region == "update"]
+    assert "select_n" in in_update
+    # One for the scatter, whose result takes it over, and one for the update.
+    made = [*lives["broadcast_in_dim"], *lives.get("convert_element_type", [])]
+    assert sum(shape == (4096, 64) for _, _, shape in made) == (2 if other == 0 else 1)
