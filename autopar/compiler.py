@@ -66,9 +66,9 @@ from autopar.sharding.method_text import method_text
 from autopar.sharding.plan_whole import WholeStep, bind_whole, plan_whole
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.auto import AutoTask, plan_automatically
+from autopar.stages.bind_pipeline import bind_pipeline
 from autopar.stages.following import bind_made, plan_following
 from autopar.stages.plan_pipeline import plan_pipeline
-from autopar.stages.solve_pipeline import bind_pipeline
 from autopar.tracer.trace import StepOptions
 
 require_packages("pulp", "scipy")  # named before any work is done

@@ -22,7 +22,8 @@ from autopar.sharding.layout_constraints import matching_paths
 from autopar.sharding.origin import pins_of
 from autopar.sharding.plan_mesh import ShardingTask, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
-from autopar.stages.solve_pipeline import PipelineOrigin, repin_pipeline
+from autopar.stages.bind_pipeline import repin_pipeline
+from autopar.stages.pipeline_task import PipelineOrigin
 
 
 def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:

@@ -21,7 +21,7 @@ from autopar.ir.stages import LayerTable, StageChoice, Submesh
 from autopar.lower.schedules import in_flight_bound
 from autopar.stages.choose_stages import StageSearch, search_within
 from autopar.stages.looped import LoopedStep, StageSpec
-from autopar.stages.solve_pipeline import PipelineTask
+from autopar.stages.pipeline_task import PipelineTask
 from autopar.stages.stage_plans import StageTask, unbounded_peak
 
 MOST_ROUNDS = 3

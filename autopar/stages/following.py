@@ -45,13 +45,9 @@ from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import why_not_cut
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped, layers_of
-from autopar.stages.solve_pipeline import (
-    ExistingPlacement,
-    PipelineTask,
-    joined,
-    parts_of,
-    solve_pipeline,
-)
+from autopar.stages.pipeline_task import ExistingPlacement, PipelineTask
+from autopar.stages.solve_pipeline import solve_pipeline
+from autopar.stages.stage_tensors import joined, parts_of
 from autopar.stages.training_arrays import arguments_of_training, state_of_training
 from autopar.tracer.costs import aval_bytes
 

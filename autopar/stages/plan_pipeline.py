@@ -59,7 +59,8 @@ from autopar.stages.looped import (
     halved,
 )
 from autopar.stages.manual_stages import check_layer_ids
-from autopar.stages.solve_pipeline import PipelineTask, solve_pipeline
+from autopar.stages.pipeline_task import PipelineTask
+from autopar.stages.solve_pipeline import solve_pipeline
 from autopar.stages.submeshes import uniform_submesh
 
 # The time that a search at another number of micro-batches takes, relative to all before it.

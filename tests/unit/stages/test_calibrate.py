@@ -16,7 +16,7 @@ from autopar.stages import calibrate
 from autopar.stages.calibrate import calibrated
 from autopar.stages.choose_stages import StageSearch, choose_stages, search_within
 from autopar.stages.looped import LoopedStep, find_looped
-from autopar.stages.solve_pipeline import PipelineTask
+from autopar.stages.pipeline_task import PipelineTask
 from autopar.tracer.trace import StepOptions
 
 CLUSTER = autopar.ClusterSpec(2, 2, "v100", memory_bytes=1e9, host_bandwidth=1e8)

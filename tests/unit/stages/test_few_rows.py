@@ -12,7 +12,7 @@ import autopar
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import choose_stages, plan_pipeline
-from autopar.stages.solve_pipeline import PipelineTask
+from autopar.stages.pipeline_task import PipelineTask
 from autopar.tracer.trace import StepOptions
 
 ROWS = 64

@@ -1,0 +1,138 @@
+"""What a pipeline is planned for: `PipelineTask`, with the cuts and graphs of its candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from jax.sharding import PartitionSpec
+
+from autopar.ir.graph import Graph
+from autopar.ir.layering import Layering
+from autopar.ir.mesh import ClusterSpec
+from autopar.methods import PipeshardParallel
+from autopar.rewrite.split_stacks import Parts, Stacks
+from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, StageSlice
+from autopar.sharding.origin import Pins
+from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
+from autopar.stages.looped import (
+    LoopedStep,
+    StageSpec,
+    are_alike,
+    slice_into,
+    with_even_stacks,
+)
+from autopar.stages.stage_plans import KnownShardings, SolvedStage
+from autopar.tracer.build import build_graph
+
+
+@dataclass(frozen=True)
+class ExistingPlacement:
+    """Where a step that follows another finds its arguments.
+
+    devices, stage_mesh: of every stage.
+    layering: how the layers were found, for the plan.
+    owners:   input, by position -> the stage that holds it.
+    specs:    input, by position -> its spec there.
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    stage_mesh: tuple[int, ...]
+    layering: Layering
+    owners: Mapping[int, int] = field(default_factory=dict)
+    specs: Mapping[int, PartitionSpec] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """What a pipeline is planned for, whatever its stages are.
+
+    placement: where arguments are already, for a step that follows another.
+    pins:      specs that come before what the method asks for.
+    stack_parts: the stacks over layers that are split over stages; None to split what can be.
+    reuse:     stages, by number, that need not be solved again.
+    known:     shardings of stages that were solved, for equal ones.
+    may_recompute: a stage that does not fit may recompute its layers, if the options say so.
+    to_the_end: if no pipeline is found in time, search on.
+    cuts, graphs: the stages that were cut last, and their graphs.
+    """
+
+    method: PipeshardParallel
+    cluster: ClusterSpec
+    log: PlanningLog
+    placement: ExistingPlacement | None = None
+    pins: Pins = field(default_factory=dict)
+    stack_parts: Stacks | None = None
+    reuse: Mapping[int, SolvedStage] = field(default_factory=dict)
+    known: KnownShardings = field(default_factory=dict)
+    may_recompute: bool = True
+    to_the_end: bool = True
+    cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
+    graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)
+
+    @property
+    def owners(self) -> Mapping[int, int] | None:
+        return None if self.placement is None else self.placement.owners
+
+    @property
+    def splits_stacks(self) -> bool:
+        """Whether stacks over layers may be split over stages as is best. Where stages share
+        devices, they stay whole."""
+        return self.stack_parts is None and self.method.schedule != "interleaved_1f1b"
+
+    def alike(self, looped: LoopedStep, specs: list[StageSpec]) -> list[StageSpec]:
+        """Stages like these over which stacks over layers can be split, if there are any."""
+        if not self.splits_stacks or not looped.stack_rows:
+            return specs
+        return with_even_stacks(looped, specs) or specs
+
+    def stacks(self, looped: LoopedStep, specs: Sequence[StageSpec]) -> Stacks:
+        """Which stacks are split over these stages."""
+        if self.stack_parts is not None:
+            return self.stack_parts
+        if not self.splits_stacks or not looped.stack_rows:
+            return WHOLE_STACKS
+        return partial(are_alike, tuple(specs))
+
+    def sliced(
+        self, looped: LoopedStep, specs: Sequence[StageSpec], *, may_be_unlike: bool = False
+    ) -> SlicedStep:
+        """The step cut into these stages; the last cut is kept. `may_be_unlike`: stacks are split
+        even over stages over which they cannot be, as long as `alike` would change these."""
+        stacks = self.stacks(looped, specs)
+        key = (id(looped), *((spec.layers, spec.remat) for spec in specs))
+        if isinstance(stacks, partial):
+            key = (*key, may_be_unlike, *((spec.submesh, spec.mesh_shape) for spec in specs))
+            if may_be_unlike and with_even_stacks(looped, specs) is not None:
+                stacks = _any_parts
+        if key not in self.cuts:
+            self.cuts.clear()
+            self.graphs.clear()
+            with self.log.timed("slice"):
+                self.cuts[key] = looped, slice_into(looped, specs, self.owners, stacks)
+        return self.cuts[key][1]
+
+    def graph_of(self, cut: StageSlice) -> Graph:
+        """The graph of a stage of the last cut."""
+        if id(cut) not in self.graphs:
+            with self.log.timed("graph"), paused_garbage_collector():
+                self.graphs[id(cut)] = cut, build_graph(cut.step)
+        return self.graphs[id(cut)][1]
+
+
+def _any_parts(_: Parts) -> bool:
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOrigin:
+    """What solves a pipeline's stages again (see `Origin`). `solved`: the stages' solutions, if
+    known; `pins`: those of `with_pins`."""
+
+    looped: LoopedStep
+    method: PipeshardParallel
+    cluster: ClusterSpec
+    placement: ExistingPlacement | None
+    solved: tuple[SolvedStage, ...]
+    pins: Pins
