@@ -29,6 +29,7 @@ class NodeAgent:
         os.mkdir(self._folder, mode=0o700)
         with open(os.path.join(self._folder, "owner"), "w") as file:
             file.write(f"{os.getpid()} {started(os.getpid())}")
+        self._raylet = os.getppid()
         self._oom_kills = _oom_kills()
         self._ports: set[int] = set()
 
@@ -60,7 +61,8 @@ class NodeAgent:
                 return port
 
     def report(self, processes: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state of processes: whether they run, the ends of their logs, their progress."""
+        """The state of processes: whether they run, the ends of their logs, their progress; and
+        whether Ray still runs on this node: an agent may outlive it by some seconds."""
         reports = [
             {
                 "state": _state(process["pid"], process["started"]),
@@ -69,7 +71,11 @@ class NodeAgent:
             }
             for process in processes
         ]
-        return {"processes": reports, "oom_kills": _oom_kills() - self._oom_kills}
+        return {
+            "processes": reports,
+            "oom_kills": _oom_kills() - self._oom_kills,
+            "ray_runs": os.getppid() == self._raylet,
+        }
 
     def end(self, processes: list[tuple[int, int]], patience_s: float, limit_s: float) -> list[int]:
         """Wait for processes, given as (number, start), to end, and kill those that are left after

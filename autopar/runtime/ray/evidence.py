@@ -53,12 +53,14 @@ class Watched:
 
 @dataclass(frozen=True)
 class _ProcessView:
-    """What an agent reports about a process; `state` is None if unknown."""
+    """What an agent reports about a process, and whether Ray runs on its node. `state` is None if
+    unknown."""
 
     state: str | None = None
     log: str = ""
     progress: bytes = b""
     oom_kills: int = 0
+    ray_runs: bool = True
 
 
 def sightings_of(
@@ -84,7 +86,9 @@ def sightings_of(
         sighting = Sighting(
             entry.worker.place,
             entry.group.mesh,
-            node_id not in unreachable and (nodes_alive is None or node_id in nodes_alive),
+            known.ray_runs
+            and node_id not in unreachable
+            and (nodes_alive is None or node_id in nodes_alive),
             known.state,
             known.log,
             state,
@@ -145,7 +149,11 @@ def _ask_agents(
         said = call.result()
         for worker, process in zip(calls[call], said["processes"], strict=True):
             views[worker] = _ProcessView(
-                process["state"], process["log"], process["progress"], said["oom_kills"]
+                process["state"],
+                process["log"],
+                process["progress"],
+                said["oom_kills"],
+                said["ray_runs"],
             )
     return views, gone
 

@@ -63,6 +63,28 @@ def test_ends_of_logs_and_progress(agent, tmp_path):
     assert report(agent, os.getpid(), 0)["progress"] == b""
 
 
+def test_an_agent_that_outlives_ray_says_so(agent, tmp_path):
+    assert agent.report([])["ray_runs"]
+    program = f"""
+import os, tempfile, time
+tempfile.tempdir = {str(tmp_path)!r}
+from autopar.runtime.ray.agent import NodeAgent
+if os.fork() == 0:
+    parent, agent = os.getppid(), NodeAgent("child", 0)
+    before = agent.report([])["ray_runs"]
+    open({str(tmp_path / "began")!r}, "w").close()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    print(before, agent.report([])["ray_runs"], flush=True)
+else:
+    while not os.path.exists({str(tmp_path / "began")!r}):
+        time.sleep(0.01)
+    os._exit(0)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert said.stdout.split() == [b"True", b"False"]
+
+
 def test_ports_differ(agent):
     ports = [agent.free_port() for _ in range(20)]
     assert len(set(ports)) == 20
