@@ -22,23 +22,22 @@ Tree = dict[str, Any]
 
 
 def fuse_parameters(config: ModelConfig, params: Tree) -> Tree:
-    """The engine's parameters as (in, out) matrices, with products that share an input fused."""
+    """The engine's parameters as (in, out) matrices: all queries, then keys, then values; gate,
+    then up."""
 
     @jax.jit
     def fused_layer(layer: Tree) -> Tree:
         hidden = config.hidden_size
-        heads = [layer[name].reshape(-1, hidden) for name in "qkv"]
+        heads = _by_kind(layer["qkv"])
         fused = {
             "norms": (layer["attention_norm"], layer["feed_forward_norm"]),
-            "qkv": jnp.concatenate(heads).T,
+            "qkv": heads.reshape(-1, hidden).T,
             "o": layer["o"].reshape(hidden, -1).T,
             "down": layer["down"].T,
-            "up": jnp.concatenate(
-                [layer["gate"], layer["up"]] if config.gated else [layer["up"]]
-            ).T,
+            "up": layer["gate_up" if config.gated else "up"].reshape(-1, hidden).T,
         }
         if config.attention_bias:
-            fused["qkv_bias"] = jnp.concatenate([layer[f"{name}_bias"].ravel() for name in "qkv"])
+            fused["qkv_bias"] = _by_kind(layer["qkv_bias"]).ravel()
             fused["o_bias"] = layer["o_bias"]
         if config.feed_forward_bias:
             fused |= {"up_bias": layer["up_bias"], "down_bias": layer["down_bias"]}
@@ -46,6 +45,12 @@ def fuse_parameters(config: ModelConfig, params: Tree) -> Tree:
 
     kept = {name: value for name, value in params.items() if name != "layers"}
     return {**kept, "layers": [fused_layer(layer) for layer in params["layers"]]}
+
+
+def _by_kind(qkv: jax.Array) -> jax.Array:
+    """(kv heads, group + 2, …) → heads in the order of queries, keys, values."""
+    kinds = [qkv[:, :-2], qkv[:, -2:-1], qkv[:, -1:]]
+    return jnp.concatenate([kind.reshape(-1, *qkv.shape[2:]) for kind in kinds])
 
 
 def make_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> list[Any]:

@@ -6,9 +6,16 @@ and cut stages between layers.
     prefill  one prompt, padded to some length: fills one slot of the cache, returns its last logits
     decode   the next token of every slot: adds to the cache, returns logits of every slot
 
-Matrices have Hugging Face's layout, (out, in), with heads as a separate dimension:
+Matrices are (out, in) as in Hugging Face, with heads as a separate dimension. Those that multiply
+the same input are one array, so that one product reads it once:
 
-    q (heads, head size, hidden)   k, v (kv heads, head size, hidden)   o (hidden, heads, head size)
+    qkv      (kv heads, group + 2, head size, hidden): of each head of keys and values the queries
+             that read it, then its keys, then its values
+    gate_up  (2, feed forward, hidden)
+    o        (hidden, heads, head size)
+
+Split over kv heads, or over the feed-forward dimension, a device has whole heads with their keys
+and values, or gate and up of the same units: taking the product apart moves nothing.
 
 The cache has keys and values of (slots, kv heads, length, head size) per layer. Entries after a
 slot's position are never read.
@@ -37,29 +44,25 @@ def param_shapes(config: ModelConfig) -> Params:
     """The pytree of parameter shapes."""
     hidden, inner = config.hidden_size, config.feed_forward_size
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+    group = heads // kv_heads
 
     def norm() -> Params:
         return {"scale": (hidden,)} | ({"bias": (hidden,)} if config.norm == "layer" else {})
 
     def layer_shapes() -> Params:
+        first, units = ("gate_up", (2, inner)) if config.gated else ("up", (inner,))
         layer: Params = {
             "attention_norm": norm(),
-            "q": (heads, size, hidden),
-            "k": (kv_heads, size, hidden),
-            "v": (kv_heads, size, hidden),
+            "qkv": (kv_heads, group + 2, size, hidden),
             "o": (hidden, heads, size),
             "feed_forward_norm": norm(),
-            "up": (inner, hidden),
+            first: (*units, hidden),
             "down": (hidden, inner),
         }
-        if config.gated:
-            layer["gate"] = (inner, hidden)
         if config.attention_bias:
-            layer |= {"q_bias": (heads, size), "k_bias": (kv_heads, size)}
-            layer |= {"v_bias": (kv_heads, size), "o_bias": (hidden,)}
+            layer |= {"qkv_bias": (kv_heads, group + 2, size), "o_bias": (hidden,)}
         if config.feed_forward_bias:
-            layer |= {"up_bias": (inner,), "down_bias": (hidden,)}
-            layer |= {"gate_bias": (inner,)} if config.gated else {}
+            layer |= {f"{first}_bias": units, "down_bias": (hidden,)}
         return layer
 
     params: Params = {
@@ -205,14 +208,12 @@ def _layer(
     attend: Attend,
 ) -> tuple[Any, jax.Array]:
     y = _norm(config, layer["attention_norm"], x) if config.norm_first else x
-    q = _heads(y, layer["q"], layer.get("q_bias"))
-    k = _heads(y, layer["k"], layer.get("k_bias"))
-    v = _heads(y, layer["v"], layer.get("v_bias"))
+    qkv = _with_bias(jnp.einsum("te,kgde->tkgd", y, layer["qkv"]), layer.get("qkv_bias"))
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     if rotation is not None:
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        cos, sin = rotation
+        q, k = _rotate(q, (cos[:, None], sin[:, None])), _rotate(k, rotation)
     q = q * (1 / math.sqrt(config.head_size))
-    group = config.num_heads // config.num_kv_heads
-    q = q.reshape(q.shape[0], config.num_kv_heads, group, config.head_size)
     cache, mixed = attend(cache, q, k, v)
     mixed = mixed.reshape(mixed.shape[0], config.num_heads, config.head_size)
     y = _with_bias(jnp.einsum("thd,ehd->te", mixed, layer["o"]), layer.get("o_bias"))
@@ -220,20 +221,17 @@ def _layer(
     if not config.norm_first:
         x = _norm(config, layer["attention_norm"], x)
     y = _norm(config, layer["feed_forward_norm"], x) if config.norm_first else x
-    up = _with_bias(jnp.einsum("te,fe->tf", y, layer["up"]), layer.get("up_bias"))
     if config.gated:
-        gate = _with_bias(jnp.einsum("te,fe->tf", y, layer["gate"]), layer.get("gate_bias"))
-        up = _activation(config.activation, gate) * up
+        both = jnp.einsum("te,gfe->tgf", y, layer["gate_up"])
+        both = _with_bias(both, layer.get("gate_up_bias"))
+        up = _activation(config.activation, both[:, 0]) * both[:, 1]
     else:
+        up = _with_bias(jnp.einsum("te,fe->tf", y, layer["up"]), layer.get("up_bias"))
         up = _activation(config.activation, up)
     x = x + _with_bias(jnp.einsum("tf,ef->te", up, layer["down"]), layer.get("down_bias"))
     if not config.norm_first:
         x = _norm(config, layer["feed_forward_norm"], x)
     return cache, x
-
-
-def _heads(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return _with_bias(jnp.einsum("te,hde->thd", x, matrix), bias)
 
 
 def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -1,7 +1,8 @@
 """Locates parameters in Hugging Face's files: from a `ModelConfig` to a `Source` per leaf.
 
-A parameter is a view of (a part of) one stored matrix: transposed (GPT-2 stores (in, out)), some of
-its rows (GPT-2 stores q, k and v together), with rows split into heads.
+A parameter is one stored matrix, or several side by side: queries, keys and values, or gate and up,
+which the decoder multiplies at once. Each is a view of the stored one: transposed (GPT-2 stores
+(in, out)), some of its rows (GPT-2 stores q, k and v together), with rows split into heads.
 """
 
 from __future__ import annotations
@@ -15,75 +16,108 @@ import numpy as np
 from examples.llm_serving.config import ModelConfig
 from examples.llm_serving.decoder import param_shapes
 
+_Shape = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """The location of a parameter in the files.
+class StoredPart:
+    """The location in the files of a parameter, or of a part of it.
 
     Attributes:
-      path: of the leaf in the pytree, for messages.
       name: of the stored array.
       stored_shape: the required shape of the stored array.
+      shape: of the part.
       is_transposed: stored as (in, out).
       rows: which rows of it, after transposing; None for all.
-      shape: of the parameter.
     """
 
-    path: str
     name: str
-    stored_shape: tuple[int, ...]
-    shape: tuple[int, ...]
+    stored_shape: _Shape
+    shape: _Shape
     is_transposed: bool = False
     rows: tuple[int, int] | None = None
 
     def view(self, stored: np.ndarray) -> np.ndarray:
-        """The parameter as a view of the stored array: nothing is read."""
+        """The part as a view of the stored array: nothing is read."""
         array = stored.T if self.is_transposed else stored
         if self.rows is not None:
             array = array[self.rows[0] : self.rows[1]]
         return array.reshape(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a parameter's values are.
+
+    Attributes:
+      path: of the leaf in the pytree, for messages.
+      shape: of the parameter.
+      parts: its values, concatenated along `axis`.
+    """
+
+    path: str
+    shape: _Shape
+    parts: tuple[StoredPart, ...]
+    axis: int = 0
+
+
 def find_sources(config: ModelConfig) -> Any:
     """A `Source` for every parameter, in the pytree of `param_shapes`."""
     table = _TABLES[config.architecture]
 
-    def source(keys: tuple[Any, ...], shape: tuple[int, ...]) -> Source:
+    def source(keys: tuple[Any, ...], shape: _Shape) -> Source:
         names = [key.key if hasattr(key, "key") else key.idx for key in keys]
         path = "params" + jax.tree_util.keystr(keys)
         if names[0] == "layers":
             prefix, leaf = f"{table['layers']}.{names[1]}.", ".".join(map(str, names[2:]))
         else:
             prefix, leaf = "", ".".join(map(str, names))
-        if config.architecture == "gpt2" and names[0] == "layers":
-            return _in_gpt2(path, prefix, leaf, shape)
-        return Source(path, prefix + table[leaf], _flat(leaf, shape), shape)
+        axis, part_shapes = _part_shapes(leaf, shape)
+        parts = []
+        for part, (part_shape, stored) in part_shapes.items():
+            name = prefix + table[part]
+            if config.architecture == "gpt2" and names[0] == "layers":
+                parts.append(_in_gpt2(part, name, part_shape, stored))
+            else:
+                parts.append(StoredPart(name, stored, part_shape))
+        return Source(path, shape, tuple(parts), axis)
 
     return jax.tree_util.tree_map_with_path(
         source, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
-def _flat(leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The stored shape, in which heads and head size are one dimension."""
-    if leaf in ("q", "k", "v"):
-        return (shape[0] * shape[1], shape[2])
-    if leaf in ("q_bias", "k_bias", "v_bias"):
-        return (shape[0] * shape[1],)
+def _part_shapes(leaf: str, shape: _Shape) -> tuple[int, dict[str, tuple[_Shape, _Shape]]]:
+    """(the axis along which a parameter has its parts, each part's shape, here and stored). Stored,
+    heads and head size are one dimension."""
+    matrix = leaf.removesuffix("_bias")
+    ending = leaf.removeprefix(matrix)
+    if matrix == "qkv":
+        kv_heads, rows, size, *hidden = shape
+        counts = {"q": rows - 2, "k": 1, "v": 1}
+        return 1, {
+            name + ending: (
+                (kv_heads, count, size, *hidden),
+                (kv_heads * count * size, *hidden),
+            )
+            for name, count in counts.items()
+        }
+    if matrix == "gate_up":
+        return 0, {name + ending: ((1, *shape[1:]), shape[1:]) for name in ("gate", "up")}
     if leaf == "o":
-        return (shape[0], shape[1] * shape[2])
-    return shape
+        return 0, {leaf: (shape, (shape[0], shape[1] * shape[2]))}
+    return 0, {leaf: (shape, shape)}
 
 
-def _in_gpt2(path: str, prefix: str, leaf: str, shape: tuple[int, ...]) -> Source:
-    name, flat = prefix + _GPT2[leaf], _flat(leaf, shape)
-    part = leaf.removesuffix("_bias")
-    if part in ("q", "k", "v"):
-        number = ("q", "k", "v").index(part)
-        rows = (number * flat[0], (number + 1) * flat[0])
-        stored = (flat[-1], 3 * flat[0]) if len(flat) == 2 else (3 * flat[0],)
-        return Source(path, name, stored, shape, len(flat) == 2, rows)
-    return Source(path, name, flat[::-1], shape, len(flat) == 2)
+def _in_gpt2(leaf: str, name: str, shape: _Shape, stored: _Shape) -> StoredPart:
+    """GPT-2 stores matrices as (in, out), and those of q, k and v as one."""
+    is_matrix = len(stored) == 2
+    number = {"q": 0, "k": 1, "v": 2}.get(leaf.removesuffix("_bias"))
+    if number is None:
+        return StoredPart(name, stored[::-1], shape, is_matrix)
+    count = stored[0]
+    rows = (number * count, (number + 1) * count)
+    return StoredPart(name, (*stored[1:], 3 * count), shape, is_matrix, rows)
 
 
 _GPT2 = {

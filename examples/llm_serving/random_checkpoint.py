@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from examples.llm_serving.config import config_from_dict
-from examples.llm_serving.names import Source, find_sources
+from examples.llm_serving.names import find_sources
 
 END = "<|endoftext|>"
 VOCAB_SIZE = 257  # every byte, and the end token
@@ -52,17 +52,17 @@ def save_random_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     values = {"model_type": architecture, **CONFIGS[architecture], **changes}
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
-    sources = jax.tree.leaves(
-        find_sources(config_from_dict(values)), is_leaf=lambda x: isinstance(x, Source)
-    )
+    sources = jax.tree.leaves(find_sources(config_from_dict(values)))
+    stored = {
+        part.name: (part.stored_shape, source.path) for source in sources for part in source.parts
+    }
     draw = np.random.default_rng(seed)
     arrays = {}
-    for source in sorted(sources, key=lambda source: source.name):
-        if source.name not in arrays:
-            spread = 0.2 if len(source.stored_shape) > 1 else 0.02
-            arrays[source.name] = draw.normal(0, spread, source.stored_shape).astype(np.float32)
-            if source.path.endswith("['scale']"):
-                arrays[source.name] += 1
+    for name, (shape, path) in sorted(stored.items()):
+        spread = 0.2 if len(shape) > 1 else 0.02
+        arrays[name] = draw.normal(0, spread, shape).astype(np.float32)
+        if path.endswith("['scale']"):
+            arrays[name] += 1
     _write_tensors(folder / "model.safetensors", arrays)
     _write_tokenizer(folder / "tokenizer.json")
 

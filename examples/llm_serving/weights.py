@@ -32,21 +32,24 @@ def load_params(
     arrays = _with_prefix(config, arrays)
 
     def load(source: Source, sharding: jax.sharding.Sharding) -> jax.Array:
-        view = source.view(arrays[source.name].map())
-        return _in_shards(view, np.dtype(dtype), sharding)
+        views = [part.view(arrays[part.name].map()) for part in source.parts]
+        return _in_shards(views, source, np.dtype(dtype), sharding)
 
     return jax.tree.map(load, sources, shardings)
 
 
-def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+def _in_shards(
+    views: list[np.ndarray], source: Source, dtype: np.dtype, sharding: jax.sharding.Sharding
+) -> jax.Array:
     """Reads one shard at a time; devices with the same shard share one read."""
-    parts: dict[tuple[Any, ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(view.shape).items():
-        key = tuple((s.start, s.stop) for s in index or ())
-        parts.setdefault(key, []).append(device)
+    devices_by_range: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(source.shape).items():
+        whole = index or (slice(None),) * len(source.shape)
+        ranges = tuple(one.indices(size)[:2] for one, size in zip(whole, source.shape, strict=True))
+        devices_by_range.setdefault(ranges, []).append(device)
     placed = []
-    for key, devices in parts.items():
-        shard = np.array(view[tuple(slice(*ends) for ends in key)], dtype, order="C")
+    for ranges, devices in devices_by_range.items():
+        shard = _read(views, source.axis, ranges, dtype)
         # On CPU devices JAX may keep the given memory, so each device gets its own copy.
         copies = [
             shard,
@@ -54,7 +57,26 @@ def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Shardin
         ]
         placed += [jax.device_put(a, device) for a, device in zip(copies, devices, strict=True)]
         jax.block_until_ready(placed[-len(devices) :])
-    return jax.make_array_from_single_device_arrays(view.shape, sharding, placed)
+    return jax.make_array_from_single_device_arrays(source.shape, sharding, placed)
+
+
+def _read(
+    views: list[np.ndarray], axis: int, ranges: tuple[tuple[int, int], ...], dtype: np.dtype
+) -> np.ndarray:
+    """These ranges of the views' concatenation along `axis`, which is never made as a whole."""
+    shard = np.empty([end - begin for begin, end in ranges], dtype)
+    begin, end = ranges[axis]
+    index = [slice(*ends) for ends in ranges]
+    into = [slice(None)] * shard.ndim
+    offset = 0
+    for view in views:
+        first, last = max(begin, offset), min(end, offset + view.shape[axis])
+        if first < last:
+            index[axis] = slice(first - offset, last - offset)
+            into[axis] = slice(first - begin, last - begin)
+            shard[tuple(into)] = view[tuple(index)]
+        offset += view.shape[axis]
+    return shard
 
 
 def check_arrays(
@@ -63,26 +85,26 @@ def check_arrays(
     """Raises a `ModelError` that names the first parameter that the files lack or have in another
     form, or the first array of the files that is not a parameter."""
     arrays = _with_prefix(config, arrays)
-    wanted = jax.tree.leaves(sources)
-    for source in wanted:
-        stored = arrays.get(source.name)
+    wanted = [(s.path, part) for s in jax.tree.leaves(sources) for part in s.parts]
+    for path, part in wanted:
+        stored = arrays.get(part.name)
         if stored is None:
             raise ModelError(
-                f"{where}: {source.path} is missing: config.json asks for {source.name} of shape "
-                f"{source.stored_shape}, and no file has it.{_hint(source.name, arrays)}"
+                f"{where}: {path} is missing: config.json asks for {part.name} of shape "
+                f"{part.stored_shape}, and no file has it.{_hint(part.name, arrays)}"
             )
-        if stored.shape != source.stored_shape:
+        if stored.shape != part.stored_shape:
             raise ModelError(
-                f"{where}: {source.path} has another shape: {source.name} in {stored.path.name} is "
-                f"{stored.shape}, config.json asks for {source.stored_shape}."
+                f"{where}: {path} has another shape: {part.name} in {stored.path.name} is "
+                f"{stored.shape}, config.json asks for {part.stored_shape}."
             )
         if stored.dtype not in _FLOATS:
             raise ModelError(
-                f"{where}: {source.path} has another dtype: {source.name} in {stored.path.name} is "
+                f"{where}: {path} has another dtype: {part.name} in {stored.path.name} is "
                 f"{stored.dtype}, expected one of {', '.join(_FLOATS)}. Quantised weights are not "
                 "supported."
             )
-    known = {source.name for source in wanted}
+    known = {part.name for _, part in wanted}
     if config.tied_head:
         known.add("lm_head.weight")
     for name in arrays:

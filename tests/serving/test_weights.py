@@ -28,8 +28,7 @@ GPT2: dict[str, Any] = {
 TYPES = {"float32": "F32", "float16": "F16", "int8": "I8"}
 # A tensor-parallel layout as one would write it by hand.
 PINS = {
-    "params*['q']": P("x"),
-    "params*['v']": P("x"),
+    "params*['qkv']": P("x"),
     "params*['o']": P(None, "x"),
     "params*['up']": P("x"),
     "params*['down']": P(None, "x"),
@@ -57,7 +56,7 @@ def write_file(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def stored_arrays(values: dict[str, Any] = GPT2) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     sources = jax.tree.leaves(find_sources(config_from_dict(values)))
-    shapes = {source.name: source.stored_shape for source in sources}
+    shapes = {part.name: part.stored_shape for source in sources for part in source.parts}
     return {n: rng.normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
 
 
@@ -86,14 +85,14 @@ def test_every_device_reads_its_part(folder: Path) -> None:
     steps = Steps(read_config(folder), num_slots=2, length=32, dtype=np.float32, method=method)
     params = load_params(folder, steps.config, np.float32, steps.param_shardings())
     layer = params["layers"][0]
-    for name in ("q", "v", "o", "up", "down"):
+    for name in ("qkv", "o", "up", "down"):
         assert layer[name].sharding.spec == PINS[f"params*['{name}']"], name
     joint = arrays["transformer.h.0.attn.c_attn.weight"]
-    for part, name in enumerate("qkv"):
-        want = joint[:, 16 * part : 16 * (part + 1)].T.reshape(8, 2, 16)
-        np.testing.assert_array_equal(layer[name], want)
-        for shard in layer[name].addressable_shards:
-            np.testing.assert_array_equal(shard.data, want[shard.index])
+    heads = [joint[:, 16 * part : 16 * (part + 1)].T.reshape(8, 2, 16) for part in range(3)]
+    want = np.stack(heads, axis=1)
+    np.testing.assert_array_equal(layer["qkv"], want)
+    for shard in layer["qkv"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, want[shard.index])
     np.testing.assert_array_equal(layer["down"], arrays["transformer.h.0.mlp.c_proj.weight"].T)
     np.testing.assert_array_equal(params["embedding"], arrays["transformer.wte.weight"])
 
