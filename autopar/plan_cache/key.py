@@ -243,8 +243,13 @@ def _specs_form(specs: Any) -> Any:
 
 @functools.cache
 def planner_versions() -> tuple[Any, ...]:
-    """Versions of the packages that plan, and a digest of the planner's own files: a working copy
-    changes without its version."""
+    """Versions of the packages that plan, and the planner's digest."""
+    return (*((name, _version(name)) for name in _PACKAGES), planner_digest())
+
+
+@functools.cache
+def planner_digest() -> str:
+    """Of the planner's own files: a working copy changes without its version."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for name in _PLANNER:
         files = sorted((root / name).rglob("*")) if (root / name).is_dir() else [root / name]
@@ -252,7 +257,7 @@ def planner_versions() -> tuple[Any, ...]:
             if file.suffix in (".py", ".json") and file.is_file():
                 digest.update(file.relative_to(root).as_posix().encode())
                 digest.update(file.read_bytes())
-    return (*((name, _version(name)) for name in _PACKAGES), digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _version(package: str) -> str:

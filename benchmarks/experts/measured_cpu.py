@@ -30,6 +30,7 @@ import jax
 import autopar
 from autopar.runtime.timing import spread_of
 from benchmarks.interleaved import Runner, sample_in_turns
+from benchmarks.provenance import provenance
 from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
@@ -153,7 +154,8 @@ def measure(
             near = [runner for runner in runners[1:] if runner.step_s <= NEAR * fastest]
             running = [runners[0], *near]
     row = compared(runners[0], running[1:])
-    row["results"] = [result_of(runner) for runner in runners]
+    made = {"made": provenance()}
+    row["results"] = [result_of(runner) | made for runner in runners]
     row |= {"batch": example.batch_size, "load": load, "rounds": len(runners[0].samples)}
     row["num_experts"], row["num_experts_run"] = len(experts), len(runners) - 1
     for result in sorted(row["results"], key=lambda one: one["step_ms"]):

@@ -241,7 +241,8 @@ def collected(folder: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _failed(document: dict[str, Any]) -> dict[str, Any]:
     who = document["who"]
-    return {"plan": who, "family": who, "fits": False, "note": document["error"]}
+    made = {"made": document["made"]} if "made" in document else {}
+    return {"plan": who, "family": who, "fits": False, "note": document["error"], **made}
 
 
 def _run_cpu(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any]:

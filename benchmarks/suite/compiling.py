@@ -35,6 +35,7 @@ from autopar.measure.verify.targets import load_target
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.stages.simulate import predicted_timeline
 from benchmarks.experts import Expert, chains_for
+from benchmarks.provenance import provenance
 from benchmarks.suite.cases import DEVICES_PER_HOST, Row, example_of
 
 TARGET = "h100-80gb"
@@ -279,11 +280,13 @@ def results_of(row: Row, who: str) -> list[dict[str, Any]]:
 def main(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     row = Row(**job["row"])
+    made = provenance()
     try:
-        found: dict[str, Any] = {"results": results_of(row, job["who"])}
+        results = [{**one, "made": made} for one in results_of(row, job["who"])]
+        found: dict[str, Any] = {"results": results}
     except autopar.AutoparError as error:
         first, _, _ = str(error).partition("\n")
-        found = {"error": f"{type(error).__name__}: {first}"}
+        found = {"error": f"{type(error).__name__}: {first}", "made": made}
     document = {"row": asdict(row), "who": job["who"], "jax": jax.__version__, **found}
     partial = Path(f"{result_file}.partial")
     partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

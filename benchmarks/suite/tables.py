@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import ArgumentError
+from benchmarks.provenance import planner_of
 
 EQUAL_WITHIN = 0.01  # for compiled rows; measured ones have a spread
 _AUTOPAR = "autopar"
@@ -95,7 +96,9 @@ def ratio_of(row: dict[str, Any]) -> float | None:
 
 def h100_table(part: dict[str, Any]) -> str:
     """A line per row: autopar, the best of each family of experts, and the ratio."""
-    heads = ("model", "GPUs", "batch", "autopar", "best expert", "other experts", "ratio", "")
+    heads = (
+        "model", "GPUs", "batch", "autopar", "best expert", "other experts", "ratio", "planner", "",
+    )  # fmt: skip
     return table_text(heads, [_h100_line(row) for row in part["rows"]])
 
 
@@ -116,6 +119,7 @@ def _h100_line(row: dict[str, Any]) -> list[str]:
         "none fits" if best is None else f"{_step(best)}, {best['plan']}",
         ", ".join(others) or "–",
         "–" if ratio is None else f"{ratio:.2f}",
+        planner_of(row),
         _note(row),
     ]
 
@@ -157,13 +161,12 @@ def _note(row: dict[str, Any]) -> str:
     if ours is not None and ours.get("note"):
         return ours["note"]
     if ours is None or best is None or ratio is None or ratio <= 1 + EQUAL_WITHIN:
-        return row.get("note", "")
+        return ""
     compute = ours["compute_ms"] - best["compute_ms"]
     name, words = ("exposed_ms", "exposed communication")
     if "exposed_ms" not in ours or "exposed_ms" not in best:
         name, words = ("communication_ms", "communication")
-    found = f"worse: compute {compute:+.1f} ms, {words} {ours[name] - best[name]:+.1f} ms"
-    return f"{found}; {row['note']}" if row.get("note") else found
+    return f"worse: compute {compute:+.1f} ms, {words} {ours[name] - best[name]:+.1f} ms"
 
 
 def h100_details(part: dict[str, Any]) -> str:
@@ -208,7 +211,7 @@ def _number(value: float | None) -> str:
 
 def cpu_table(part: dict[str, Any]) -> str:
     """Measured on virtual CPU devices: medians of rounds, all plans interleaved."""
-    heads = ("model", "devices", "autopar", "best expert", "other experts", "ratio", "")
+    heads = ("model", "devices", "autopar", "best expert", "other experts", "ratio", "planner", "")
     lines = []
     for row in part["rows"]:
         ours, best = autopar_of(row), best_expert(row)
@@ -226,6 +229,7 @@ def cpu_table(part: dict[str, Any]) -> str:
                 "–" if best is None else f"{_step(best)}, {best['plan']}",
                 ", ".join(others) or "–",
                 "–" if ratio is None else f"{ratio:.2f}" + (f" ± {spread:.2f}" if spread else ""),
+                planner_of(row),
                 _missing(row),
             ]
         )
@@ -233,10 +237,9 @@ def cpu_table(part: dict[str, Any]) -> str:
 
 
 def _missing(row: dict[str, Any]) -> str:
-    """The row's note, and how many experts were run if not all."""
+    """How many experts were run if not all."""
     some, of_all = row.get("num_experts_run"), row.get("num_experts")
-    words = [f"{some} of {of_all} experts run"] if some != of_all else []
-    return "; ".join([*words, *filter(None, [row.get("note")])])
+    return f"{some} of {of_all} experts run" if some != of_all else ""
 
 
 def h200_table(part: dict[str, Any]) -> str:
