@@ -16,6 +16,9 @@ and `worker_bytes` are the memory of the driver and of the largest worker after 
 The results file is written after every kill. If it has results of the same command, the benchmark
 goes on after them, unless `--anew` is given.
 
+Runs with different seeds and files may run side by side; `python -m benchmarks.kills_page FILES…`
+puts the figures of all of them into docs/training.md.
+
 `--mode processes`: two processes of `jax.distributed`, started by hand as `torchrun` or SLURM would
 start them, of which one is killed, stopped or asked to end; then the launcher starts both again.
 """

@@ -112,7 +112,7 @@ def test_split_over_heads_it_equals_separate_products(folder: Path, num_devices:
     tokens, positions = np.array([0, following]), np.array([0, len(prompt)])
     compiled = decode.lower(params, cache, tokens, positions).compile()
     collectives = re.findall(
-        r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text() or "" or ""
+        r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text() or ""
     )
     # Heads and units stay where they are: only the sums after `o` and `down` are communicated.
     assert set(collectives) <= {"all-reduce"}
