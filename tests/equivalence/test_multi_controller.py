@@ -3,11 +3,6 @@ one plan, and with an error in all of them if one does something else."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.equivalence.controllers import run_processes
+
 SCRIPT = Path(__file__).with_name("multi_controller.py")
-LIMIT_S = 400
 
 EQUAL = [
     "by_default",
@@ -102,39 +97,16 @@ ERRORS = {
 LAST = ("after_errors", "one_does_not_come")
 
 
-def run_processes(folder: Path, count: int, scenarios: Sequence[str]) -> list[dict[str, Any]]:
-    """What every process says of every scenario. All are ended if one does not end."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
-    }
-    processes = []
-    try:
-        for process in range(count):
-            with (folder / f"log_{process}").open("w") as log:
-                own = [process, count, port, folder / f"outcomes_{process}", *scenarios]
-                command = [sys.executable, str(SCRIPT), *map(str, own)]
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
-                )
-        codes = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join((folder / f"log_{p}").read_text()[-3000:] for p in range(count))
-    assert codes == [0] * count, logs
-    return [json.loads((folder / f"outcomes_{p}").read_text()) for p in range(count)]
+def run_two_devices_each(
+    folder: Path, count: int, scenarios: Sequence[str]
+) -> list[dict[str, Any]]:
+    return run_processes(SCRIPT, folder, count, scenarios, devices_per_process=2)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two")
-    return run_processes(folder, 2, [*EQUAL, *ERRORS, *LAST])
+    return run_two_devices_each(folder, 2, [*EQUAL, *ERRORS, *LAST])
 
 
 def assert_as_on_one_device(outcomes: Sequence[dict[str, Any]], scenario: str) -> None:
@@ -206,7 +178,7 @@ def test_a_process_that_does_not_come_is_named_after_the_limit(two):
 
 @pytest.mark.slow
 def test_a_gpt_in_two_processes(tmp_path):
-    outcomes = run_processes(tmp_path, 2, ["gpt"])
+    outcomes = run_two_devices_each(tmp_path, 2, ["gpt"])
     assert_as_on_one_device(outcomes, "gpt")
     assert not outcomes[0]["gpt"]["is_whole"]
 
@@ -214,7 +186,7 @@ def test_a_gpt_in_two_processes(tmp_path):
 @pytest.mark.slow
 def test_processes_find_the_same_plan_of_a_gpt(tmp_path):
     """Each has its own hash seed, so a choice by the order of a set would differ."""
-    outcomes = run_processes(tmp_path, 3, ["gpt_plans"])
+    outcomes = run_two_devices_each(tmp_path, 3, ["gpt_plans"])
     assert len({own["gpt_plans"]["own_plan"] for own in outcomes}) == 1
     assert len({str(own["gpt_plans"]["seconds_spent"]) for own in outcomes}) == 3
 
@@ -222,7 +194,7 @@ def test_processes_find_the_same_plan_of_a_gpt(tmp_path):
 @pytest.mark.slow
 def test_four_processes(tmp_path):
     equal = ["by_default", "with_split_weights", "with_data_loader", "with_created_state"]
-    outcomes = run_processes(tmp_path, 4, [*equal, "another_shape"])
+    outcomes = run_two_devices_each(tmp_path, 4, [*equal, "another_shape"])
     for scenario in equal:
         assert_as_on_one_device(outcomes, scenario)
     for own in outcomes:

@@ -3,22 +3,16 @@ an error in all of them if one brings another plan, and with the name of one tha
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.equivalence.controllers import run_processes
+
 SCRIPT = Path(__file__).with_name("multi_controller_pipelines.py")
-NUM_PROCESSES = 4
-LIMIT_S = 500
 KILLED = -9
 SCENARIOS = [
     "two_stages",
@@ -31,43 +25,23 @@ SCENARIOS = [
 ]
 
 
-def run_processes(
-    folder: Path, scenarios: Sequence[str], codes: Sequence[Sequence[int]]
-) -> list[dict[str, Any] | None]:
-    """What every process says of every scenario; `codes`: the exit codes that each may have."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
-        "PJRT_NPROC": "8",
-        "CHECKPOINTS": str(folder / "checkpoints"),
-    }
-    processes = []
-    try:
-        for process in range(NUM_PROCESSES):
-            with (folder / f"log_{process}").open("w") as log:
-                own = [process, NUM_PROCESSES, port, folder / f"outcomes_{process}", *scenarios]
-                command = [sys.executable, str(SCRIPT), *map(str, own)]
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
-                )
-        found = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join((folder / f"log_{p}").read_text()[-3000:] for p in range(NUM_PROCESSES))
-    assert all(code in allowed for code, allowed in zip(found, codes, strict=True)), (found, logs)
-    files = [folder / f"outcomes_{p}" for p in range(NUM_PROCESSES)]
-    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+def run_four(
+    folder: Path, scenarios: Sequence[str], codes: Sequence[Collection[int]] | None = None
+) -> list[dict[str, Any]]:
+    return run_processes(
+        SCRIPT,
+        folder,
+        4,
+        scenarios,
+        devices_per_process=1,
+        env={"PJRT_NPROC": "8", "CHECKPOINTS": str(folder / "checkpoints")},
+        codes=codes,
+    )
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_processes(tmp_path_factory.mktemp("four"), SCENARIOS, [[0]] * NUM_PROCESSES)
+    return run_four(tmp_path_factory.mktemp("four"), SCENARIOS)
 
 
 def assert_as_on_one_device(outcomes: Sequence[Any], scenario: str) -> None:
@@ -129,9 +103,8 @@ def test_a_trace_is_refused_and_the_step_goes_on(four):
 
 @pytest.mark.ci
 def test_a_killed_process_is_named_in_all_others(tmp_path):
-    outcomes = run_processes(tmp_path, ["a_killed_process"], [[0, 1]] * 3 + [[KILLED]])
+    outcomes = run_four(tmp_path, ["a_killed_process"], [[0, 1]] * 3 + [[KILLED]])
     for own in outcomes[:-1]:
-        assert own is not None
         found = own["a_killed_process"]
         assert "Process 3 died" in found.get("killed", ""), found
         assert found["after_s"] < 60
@@ -139,5 +112,5 @@ def test_a_killed_process_is_named_in_all_others(tmp_path):
 
 @pytest.mark.slow
 def test_a_gpt_in_four_processes(tmp_path):
-    outcomes = run_processes(tmp_path, ["gpt"], [[0]] * NUM_PROCESSES)
+    outcomes = run_four(tmp_path, ["gpt"])
     assert_as_on_one_device(outcomes, "gpt")
