@@ -272,3 +272,20 @@ def test_an_error_in_the_background_is_raised_or_warned_of(
         autopar.save_checkpoint(tmp_path, state_of(3), 3)
     assert autopar.checkpoint_steps(tmp_path) == [3]
     assert os.listdir(tmp_path) == ["step_00000003"]
+
+
+def test_a_save_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither the next save nor the end of the process waits for it for ever."""
+    from autopar.runtime.checkpoints import save
+
+    monkeypatch.setattr(save, "SETTLE_LIMIT_S", 0.05)
+    go_on = threading.Event()
+    stuck = save.CheckpointSave(tmp_path / "step_00000001", lambda: go_on.wait(60) and None)
+    try:
+        with pytest.warns(UserWarning, match="still being written after 0 s; gave it up"):
+            stuck.settle()
+        with pytest.raises(save.UnfinishedSaveError, match=r"wait\(timeout_s=0.05\)"):
+            stuck.wait(0.05)
+    finally:
+        go_on.set()
+    assert stuck.wait(10) == tmp_path / "step_00000001"

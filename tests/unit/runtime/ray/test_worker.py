@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
+import jax
 import pytest
 
-from autopar.runtime.ray.worker import _bind_address
+from autopar.runtime.ray.session import Limits, RaySession
+from autopar.runtime.ray.worker import MeshWorker, _bind_address
 from autopar.runtime.remote.place import WorkerPlace
 
 
@@ -33,6 +36,36 @@ def test_a_port_that_is_taken() -> None:
             _bind_address(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
-def test_a_place_does_not_show_the_token() -> None:
-    place = WorkerPlace(0, 0, 1, 0, "n", (0,), (0,), "cpu", "127.0.0.1", "a secret", "/tmp/x")
-    assert "secret" not in repr(place)
+def place_of(rank: int) -> WorkerPlace:
+    return WorkerPlace(
+        rank, rank, 2, 0, "n", (rank,), (0, 1), "gpu", "127.0.0.1", "a secret", "/tmp/x"
+    )
+
+
+class StopHereError(Exception):
+    """In place of joining a mesh."""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_worker_of_a_mesh_says_where_its_coordinator_listens(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def initialize(*args: Any, **options: Any) -> None:
+        given.update(options)
+        raise StopHereError
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    coordinator = f"127.0.0.1:{free_port()}"
+    worker = object.__new__(MeshWorker)
+    with pytest.raises(StopHereError):
+        worker._begin(place_of(rank), coordinator, "", 1.0, Any)  # type: ignore[arg-type]
+    assert given["coordinator_bind_address"] == (coordinator if rank == 0 else None)
+
+
+def test_neither_a_place_nor_a_session_shows_the_token() -> None:
+    assert "secret" not in repr(place_of(0))
+    limits = Limits(1, 1, 1, 1, 1)
+    session = RaySession(None, "id", "a secret", "cpu", 1, limits, {}, "executor")
+    assert session.token == "a secret" and "secret" not in repr(session)
