@@ -2,31 +2,38 @@
 
     python -m benchmarks.memory_zoo                                 # cases without a row
     python -m benchmarks.memory_zoo --model gpt vit --kind mesh     # these again
-    python -m benchmarks.memory_zoo --anew --jobs 6                 # all again, six at a time
+    python -m benchmarks.memory_zoo --anew --jobs 6 --limit-s 600   # all again, six at a time
     python -m benchmarks.memory_zoo --predict                       # predictions anew, no compiling
-    python -m benchmarks.memory_zoo --budgets --jobs 6 --json FILE  # plans to a budget, by XLA
+    python -m benchmarks.memory_zoo --budgets --jobs 6              # plans to a budget, by XLA
     python -m benchmarks.memory_zoo --page                          # only writes docs/memory.md
 
 Every case is planned and compiled by `autopar.verify` in a process of its own, which is ended after
-`--limit-s` seconds. Rows are written as they come, so an interrupted run goes on where it stopped.
-`--predict` keeps XLA's figure where the plan has the same layouts as before, and drops the row
-where it has others. This needs `jax[cuda13]` but no GPU.
+`--case-limit-s` seconds; after `--limit-s` seconds all are. Rows are written as they come, so the
+same command goes on where it stopped: `--anew` begins with the oldest rows. A case that the limit
+ends keeps its former row. `--predict` keeps XLA's figure where the plan has the same layouts as
+before, and drops the row where it has others. This needs `jax[cuda13]` but no GPU.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from benchmarks.memory_zoo.page import in_short, write_page
+from benchmarks.memory_zoo.page import budgets_in_short, in_short, write_page
 from benchmarks.memory_zoo.rows import budget_in_a_process, case_in_a_process
 from benchmarks.script import check_names, script_parser, write_json
 
 RESULTS = Path("benchmarks/results/memory_zoo.json")
-BUDGETS = "benchmarks/results/memory_budgets.json"
+BUDGETS = Path("benchmarks/results/memory_budgets.json")
 PAGE = Path("docs/memory.md")
+SHORTEST_S = 5.0  # a case is not begun with less time than this
+
+One = TypeVar("One")
+Row = dict[str, Any]
 
 
 def main() -> None:
@@ -37,7 +44,8 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", metavar="NAME", help="only these, and anew")
     parser.add_argument("--kind", nargs="+", metavar="NAME", help="only these, and anew")
     parser.add_argument("--predict", action="store_true", help="keep XLA's figures")
-    parser.add_argument("--limit-s", type=float, default=1800, help="seconds for each case")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="seconds for all cases")
+    parser.add_argument("--case-limit-s", type=float, default=1800, help="seconds for each case")
     parser.add_argument("--anew", action="store_true", help="rows that are there, too")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--budgets", action="store_true", help="plans to a budget instead")
@@ -45,8 +53,12 @@ def main() -> None:
     options = parser.parse_args()
     check_names(parser, "--model", options.model or (), models())
     check_names(parser, "--kind", options.kind or (), KINDS)
+    limits = Limits(options.limit_s, options.case_limit_s, options.jobs)
     if options.budgets:
-        run_budgets(options.json, options.jobs, options.limit_s, options.model)
+        is_default = options.json == str(RESULTS)
+        run_budgets(BUDGETS if is_default else Path(options.json), limits, options.model)
+        if is_default:
+            write_page(PAGE, in_order(read_rows(RESULTS)), read_budgets(BUDGETS))
         return
     rows = read_rows(Path(options.json))
     chosen = options.model is not None or options.kind is not None or options.anew
@@ -57,26 +69,58 @@ def main() -> None:
         known = rows.get((case.model, case.kind))
         if wanted and not (known is None if options.predict else known and not chosen):
             todo.append(case)
-    with ThreadPoolExecutor(max_workers=options.jobs) as threads:
-        pending = {
-            threads.submit(
-                case_in_a_process, case.model, case.kind, not options.predict, options.limit_s
-            ): case
-            for case in todo
-        }
-        for done in as_completed(pending):
-            take_row(rows, pending[done], done.result(), options.predict)
-            write_json(options.json, {"target": "h100-80gb", "rows": in_order(rows)})
+    todo.sort(key=lambda case: rows.get((case.model, case.kind), {}).get("made", ""))
+
+    def row_of(case: Any, limit_s: float) -> Row:
+        return case_in_a_process(case.model, case.kind, not options.predict, limit_s)
+
+    for case, row in rows_in_time(todo, row_of, limits):
+        take_row(rows, case, row, options.predict)
+        write_json(options.json, {"target": "h100-80gb", "rows": in_order(rows)})
     if Path(options.json) == RESULTS:
-        write_page(PAGE, in_order(rows))
+        write_page(PAGE, in_order(rows), read_budgets(BUDGETS))
 
 
-def run_budgets(file: str, num_jobs: int, limit_s: float, models: list[str] | None) -> None:
+class Limits:
+    """Seconds for all cases, from now, and for each; and how many run at a time."""
+
+    def __init__(self, all_s: float, case_s: float, num_jobs: int) -> None:
+        self.end, self.case_s, self.num_jobs = time.monotonic() + all_s, case_s, num_jobs
+
+    def left_s(self) -> float:
+        return self.end - time.monotonic()
+
+
+def rows_in_time(
+    todo: Sequence[One], row_of: Callable[[One, float], Row], limits: Limits
+) -> Iterator[tuple[One, Row]]:
+    """Rows as they come. Cases that the limit of the whole ends, or lets not begin, have none."""
+
+    def run(one: One) -> Row | None:
+        left = limits.left_s()
+        if left < SHORTEST_S:
+            return None
+        row = row_of(one, min(left, limits.case_s))
+        return None if "error" in row and limits.left_s() <= 0 else row
+
+    with ThreadPoolExecutor(max_workers=limits.num_jobs) as threads:
+        pending = {threads.submit(run, one): one for one in todo}
+        ended = 0
+        for done in as_completed(pending):
+            row = done.result()
+            if row is None:
+                ended += 1
+            else:
+                yield pending[done], row
+        if ended:
+            print(f"{ended} cases not done within the limit: run the command again", flush=True)
+
+
+def run_budgets(path: Path, limits: Limits, models: list[str] | None) -> None:
     """Plans to a budget that have no row yet, written as they come; the last line counts them."""
     from benchmarks.memory_zoo.cases import budget_cases
 
-    path = Path(BUDGETS if file == str(RESULTS) else file)
-    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    known = [row for row in read_budgets(path) if "error" not in row]
     done_before = {(row["model"], row["kind"], row["share"]) for row in known}
     todo = [
         (case.model, case.kind, share)
@@ -84,21 +128,19 @@ def run_budgets(file: str, num_jobs: int, limit_s: float, models: list[str] | No
         if (case.model, case.kind, share) not in done_before
         and case.model in (models or [case.model])
     ]
-    with ThreadPoolExecutor(max_workers=num_jobs) as threads:
-        pending = [threads.submit(budget_in_a_process, *one, limit_s) for one in todo]
-        for done in as_completed(pending):
-            known.append(done.result())
-            print(json.dumps(known[-1]), flush=True)
-            write_json(str(path), {"target": "h100-80gb", "rows": known})
-    within = sum(row.get("within", False) for row in known)
-    over = sum(row.get("within") is False for row in known)
-    refused = sum("refused" in row for row in known)
-    print(f"{len(known)} plans to a budget: {within} within, {over} over, {refused} refused")
+    rows = rows_in_time(todo, lambda one, limit_s: budget_in_a_process(*one, limit_s), limits)
+    for _, row in rows:
+        known.append(row)
+        print(json.dumps(row), flush=True)
+        write_json(str(path), {"target": "h100-80gb", "rows": known})
+    print(budgets_in_short(known))
 
 
-def take_row(
-    rows: dict[tuple[str, str], dict[str, Any]], case: Any, row: dict[str, Any], predicts: bool
-) -> None:
+def read_budgets(path: Path) -> list[Row]:
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def take_row(rows: dict[tuple[str, str], Row], case: Any, row: Row, predicts: bool) -> None:
     """Put a new row in its place. If it only predicts, XLA's figure stays where the layouts did."""
     key = (case.model, case.kind)
     known = rows.get(key)
@@ -113,7 +155,7 @@ def take_row(
         print(f"{case.name}: {in_short(rows[key])}", flush=True)
 
 
-def in_order(rows: dict[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+def in_order(rows: dict[tuple[str, str], Row]) -> list[Row]:
     """As the cases are listed, however they came; rows of former cases last."""
     from benchmarks.memory_zoo.cases import all_cases
 
@@ -121,7 +163,7 @@ def in_order(rows: dict[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]
     return [rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))]
 
 
-def read_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+def read_rows(path: Path) -> dict[tuple[str, str], Row]:
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {(row["model"], row["kind"]): row for row in rows}
 

@@ -11,6 +11,11 @@ GIB = 2**30
 DEVICE_BYTES = 84942979072  # of an H100 of 80 GB
 TOLERANCE = 0.10
 FLOOR = 0.85
+_FORMER = (
+    "Rows with † are from before `autopar.verify` left products to cuBLAS: without a GPU to time "
+    "them on, XLA took kernels\nof its own, which need other memory."
+)
+_BUDGET_HEAD = ("model", "plan", "share of the free peak", "budget GiB", "predicted", "XLA", "")
 _HEAD = ("model", "plan", "mesh", "predicted GiB", "XLA GiB", "predicted / XLA")
 
 
@@ -37,14 +42,27 @@ def in_short(row: dict[str, Any]) -> str:
     return "; ".join(f"{p / GIB:.2f} of {x / GIB:.2f} GiB, {r:.2f}" for p, x, r in figures)
 
 
-def write_page(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text(page(rows))
+def budgets_in_short(rows: Sequence[dict[str, Any]]) -> str:
+    within = sum(row.get("within", False) for row in rows)
+    over = sum(row.get("within") is False for row in rows)
+    refused = sum("refused" in row for row in rows)
+    failed = sum("error" in row for row in rows)
+    text = f"{len(rows)} plans to a budget: {within} within, {over} over, {refused} refused"
+    return f"{text}, {failed} failed" if failed else text
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
+def write_page(
+    path: Path, rows: Sequence[dict[str, Any]], budgets: Sequence[dict[str, Any]] = ()
+) -> None:
+    path.write_text(page(rows, budgets))
+
+
+def page(rows: Sequence[dict[str, Any]], budgets: Sequence[dict[str, Any]] = ()) -> str:
     compiled = [row for row in rows if "xla_bytes" in row]
     measured = [row for row in compiled if fits(row)]
     lines = [INTRODUCTION.rstrip(), "", *_summary(measured), ""]
+    if any("made" not in row for row in measured):
+        lines += [_FORMER, ""]
     for held_out, title in ((False, "Models that were studied"), (True, "Held out")):
         part = [row for row in measured if row["held_out"] is held_out]
         if part:
@@ -63,7 +81,28 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             text = row["error"].splitlines()[0].replace("|", "\\|")
             lines.append(f"- {row['model']}, {row['kind']}: {text}")
         lines.append("")
+    if budgets:
+        lines += _budgets(budgets)
     return "\n".join(lines)
+
+
+def _budgets(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The count, and a row for each."""
+    lines = ["## Plans to a budget", "", f"{budgets_in_short(rows)}.", ""]
+    lines += [_line(_BUDGET_HEAD), _line(["---"] * len(_BUDGET_HEAD))]
+    for row in sorted(rows, key=lambda row: (row["model"], row["kind"], row["share"])):
+        head = [row["model"], row["kind"], f"{row['share']:.1f}"]
+        if "xla_bytes" in row:
+            sizes = [row["budget_bytes"], row["predicted_bytes"], row["xla_bytes"]]
+            how = "within" if row["within"] else "over"
+            if row["replanned"]:
+                how += f", planned {1 + row['replanned']} times"
+            lines.append(_line([*head, *(f"{b / GIB:.2f}" for b in sizes), how]))
+        else:
+            budget = f"{row['budget_bytes'] / GIB:.2f}" if "budget_bytes" in row else "–"
+            why = "refused" if "refused" in row else row["error"].splitlines()[0]
+            lines.append(_line([*head, budget, "–", "–", why.replace("|", "\\|")]))
+    return [*lines, ""]
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -85,7 +124,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        row["model"],
+        row["model"] if "made" in row else f"{row['model']} †",
         row["kind"],
         ", ".join("×".join(map(str, mesh)) for mesh in row["meshes"]),
         ", ".join(f"{b / GIB:.2f}" for b in row["predicted_bytes"]),

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import warnings
+from datetime import UTC, datetime
 from typing import Any
 
 from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
@@ -20,7 +21,7 @@ def case_in_a_process(model: str, kind: str, compiles: bool, limit_s: float) -> 
     """The row of a case, or what went wrong."""
     arguments = [model, kind] if compiles else [model, kind, "no-compiling"]
     row = row_of_a_process("benchmarks.memory_zoo.rows", arguments, limit_s)
-    return {"model": model, "kind": kind, **versions(), **row}
+    return {"model": model, "kind": kind, "made": _now(), **versions(), **row}
 
 
 def case_row(model: str, kind: str, compiles: bool) -> dict[str, Any]:
@@ -54,7 +55,11 @@ def budget_in_a_process(model: str, kind: str, share: float, limit_s: float) -> 
     """The row of a plan to a budget, or what went wrong."""
     arguments = [model, kind, "budget", str(share)]
     row = row_of_a_process("benchmarks.memory_zoo.rows", arguments, limit_s)
-    return {"model": model, "kind": kind, "share": share, **versions(), **row}
+    return {"model": model, "kind": kind, "share": share, "made": _now(), **versions(), **row}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:
@@ -74,6 +79,9 @@ def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:
     )
     try:
         plan = autopar.plan(step, *arguments, cluster=cluster, method=free)
+    except autopar.AutoparError as error:
+        return {"error": without_folders(f"{type(error).__name__}: {error}")}
+    try:
         budget = share * plan.estimated_peak_bytes
         options = autopar.ShardingOptions(memory_budget_bytes=budget, host_memory="never")
         method = replace(pipeline or autopar.AutoParallel(), options=options)

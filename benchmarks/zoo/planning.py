@@ -50,7 +50,7 @@ def row_of_a_process(module: str, arguments: list[str], limit_s: float) -> dict[
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return {"error": f"no plan within {limit_s:g} s"}
-    if process.returncode:
+    if process.returncode or not printed.strip():
         last = complaints.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         return {"error": without_folders(last[0])}
     return json.loads(printed.splitlines()[-1])

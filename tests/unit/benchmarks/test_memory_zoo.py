@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from benchmarks.memory_zoo.__main__ import in_order, take_row
+from benchmarks.memory_zoo.__main__ import Limits, in_order, rows_in_time, take_row
 from benchmarks.memory_zoo.cases import (
     BUDGET_SHARES,
     DEVELOPMENT,
@@ -27,6 +27,7 @@ def row(model: str, held_out: bool, predicted: list[float], xla: list[float]) ->
     return {
         "model": model,
         "kind": "mesh",
+        "made": "2030-01-01T00:00:00+00:00",
         "held_out": held_out,
         "meshes": [[8]] * len(xla),
         "predicted_bytes": [p * 2**30 for p in predicted],
@@ -100,3 +101,39 @@ def test_equal_layouts_have_equal_digests() -> None:
 
     data = digest(autopar.DataParallel())
     assert data == digest(autopar.DataParallel()) != digest(autopar.Zero3Parallel())
+
+
+def test_what_the_limit_ends_has_no_row_and_what_fails_has_one() -> None:
+    limits = Limits(1e6, 1e6, num_jobs=2)
+
+    def row_of(name: str, limit_s: float) -> dict[str, Any]:
+        assert 0 < limit_s <= 1e6
+        if name == "long":
+            limits.end = 0.0
+            return {"error": "no plan within the limit"}
+        return {"error": "too large"} if name == "fails" else {"name": name}
+
+    rows = dict(rows_in_time(["a", "fails"], row_of, limits))
+    assert rows == {"a": {"name": "a"}, "fails": {"error": "too large"}}
+    limits.num_jobs = 1
+    assert dict(rows_in_time(["b", "long", "never"], row_of, limits)) == {"b": {"name": "b"}}
+
+
+def test_the_page_marks_rows_of_the_former_products_and_shows_budgets() -> None:
+    new, former = row("a", False, [1.0], [1.0]), row("b", False, [1.0], [1.0])
+    del former["made"]
+    assert "†" not in page([new])
+    text = page([new, former])
+    assert "| b † |" in text and "| a |" in text and "Rows with †" in text
+    about = {"model": "a", "kind": "one", "budget_bytes": 2.0 * 2**30}
+    budgets = [
+        {**about, "share": 0.6, "predicted_bytes": 1.5 * 2**30, "xla_bytes": 1.75 * 2**30,
+         "within": True, "replanned": 1},
+        {**about, "share": 0.7, "refused": "nothing fits"},
+        {"model": "a", "kind": "one", "share": 0.8, "error": "PlanningError: no plan"},
+    ]  # fmt: skip
+    text = page([new], budgets)
+    assert "3 plans to a budget: 1 within, 0 over, 1 refused, 1 failed." in text
+    assert "| a | one | 0.6 | 2.00 | 1.50 | 1.75 | within, planned 2 times |" in text
+    assert "| a | one | 0.7 | 2.00 | – | – | refused |" in text
+    assert "| a | one | 0.8 | – | – | – | PlanningError: no plan |" in text
