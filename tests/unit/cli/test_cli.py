@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar import cli
+from autopar.cli import demo
 from autopar.errors import AutoparError
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +56,15 @@ def test_demo(model: str) -> None:
     ):
         assert part in " ".join(done.stdout.split()) or part in done.stdout
     assert len(done.stdout.splitlines()) <= 30
+
+
+def test_the_verdict_on_real_devices_has_the_speed_up() -> None:
+    alone, sharded = (demo.DemoRun([1.0], 9.0, step_s) for step_s in (0.6, 0.15))
+    real = demo._verdict(True, alone, sharded, 8, is_virtual=False)
+    assert "on 8 devices with the results of one, 4.00 times as fast" in real
+    assert "times as fast" not in demo._verdict(True, alone, sharded, 8, is_virtual=True)
+    differs = demo._verdict(False, alone, sharded, 8, is_virtual=False)
+    assert "bug of autopar" in differs and "times as fast" not in differs
 
 
 @pytest.mark.parametrize(

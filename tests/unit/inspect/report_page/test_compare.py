@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import ArgumentError
 from autopar.inspect.report_page.compare import compare_data
-from tests.report_plans import one_mesh
+from tests.report_plans import one_mesh, pipeline
 
 
 def test_rows_are_relative_to_the_plan() -> None:
@@ -35,3 +35,23 @@ def test_rows_are_relative_to_the_plan() -> None:
 def test_what_is_no_comparison(tmp_path, given) -> None:
     with pytest.raises(ArgumentError, match="compare must be a dict from names to ParallelPlans"):
         one_mesh().report(tmp_path / "r.html", compare=given)
+
+
+def test_a_row_says_where_the_plan_runs() -> None:
+    plan = replace(one_mesh(), num_micro_batches=4, remat=("layer_0", "layer_1"))
+    base = one_mesh()
+    stages = pipeline()
+    first, *rest = stages.stages
+    recomputed = replace(
+        stages, stages=tuple(replace(stage, remat=True) for stage in (first, *rest))
+    )
+    data = compare_data(base, {"a": plan, "b": replace(plan, remat=("layer_0",)), "c": recomputed})
+    assert data is not None
+    this, several, one, staged = (row["where"] for row in data["rows"])
+    assert this == "on a mesh x=2 × y=4 of 8 devices"
+    assert several == f"{this}, 4 micro-batches, recomputing 2 layers"
+    assert one == f"{this}, 4 micro-batches, recomputing 1 layer"
+    assert staged == (
+        f"a pipeline of {len(stages.stages)} stages on 32 devices, 8 micro-batches, recomputing "
+        f"{len(stages.stages)} stages"
+    )
