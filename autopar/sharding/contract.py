@@ -38,6 +38,7 @@ _FIRST_PASSES = 2  # times as many in the first round
 _ROUNDING = 1e-9  # relative to the objective: smaller differences are ignored
 _MAX_TRY_ENTRIES = 40_000  # edge entries of the problem in which a choice is searched
 _TRY_EXCESS = (0.01, 0.003, 0.001, 0.0003)  # allowed there, relative to the bound
+_TRY_GAP = 0.25  # of that choice, relative to the gap that is allowed
 _WORTHWHILE = 0.7  # a round that leaves a larger share of the edge entries is the last
 
 Choice = dict[int, int]
@@ -111,7 +112,7 @@ class _ContractSearch:
             current = moved.problem(current)
             excess = _excess(current)
             if self.best - self.bound > _TRY_EXCESS[0] * abs(self.bound):
-                self.try_small(current, excess)
+                self.try_small(current, excess, gap)
                 if self.is_proven(gap):
                     return None
             room = self.best - self.bound
@@ -133,8 +134,7 @@ class _ContractSearch:
     def pass_on(self, moved: Moved, current: PairwiseProblem, gap: float) -> None:
         """Passes, and what they tell; fewer of them if a gap is allowed that is soon reached."""
         for number in range(1, _PASSES + 1):
-            moved.pass_on(moved.order)
-            moved.pass_on(moved.order[::-1])
+            moved.pass_forward_and_back()
             if number == _PASSES or (gap and number in _EARLY_CHECKS):
                 self.bound = max(self.bound, moved.lower_bound())
                 self.take(settled(current, moved.greedy_choice()))
@@ -169,8 +169,11 @@ class _ContractSearch:
         self.levels.append(level)
         return level.reduction.problem
 
-    def try_small(self, problem: PairwiseProblem, excess: dict[int, np.ndarray]) -> None:
-        """Record the best choice over strategies of small excess."""
+    def try_small(
+        self, problem: PairwiseProblem, excess: dict[int, np.ndarray], gap: float
+    ) -> None:
+        """Record the best choice over strategies of small excess, or one that is nearly so where
+        a gap is allowed."""
         for share in _TRY_EXCESS:
             max_excess = share * abs(self.bound)
             kept = {u: np.flatnonzero(e <= max(max_excess, e.min())) for u, e in excess.items()}
@@ -182,7 +185,9 @@ class _ContractSearch:
         level = _Level(kept, reduce_problem(small))
         left = max(self.deadline - time.monotonic(), 1.0)
         try:
-            result = solve_ilp(level.reduction.problem, time_limit_s=min(left, 10.0))
+            result = solve_ilp(
+                level.reduction.problem, time_limit_s=min(left, 10.0), gap=_TRY_GAP * gap
+            )
         except SolverError:  # no combination of these is allowed
             return
         self.take(level.restore(result.choice))

@@ -14,6 +14,7 @@ conditional modes, Besag 1986). The total falls with every change, so this ends.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +40,7 @@ def descend(
     choice, bound = settled(problem, moved.greedy_choice()), moved.lower_bound()
     deadline = time.monotonic() + time_limit_s
     for number in range(1, max_passes + 1):
-        moved.pass_on(order)
-        moved.pass_on(order[::-1])
+        moved.pass_forward_and_back()
         is_last = number == max_passes or time.monotonic() > deadline
         if is_last or number % _PASSES_PER_CHOICE == 0:
             bound = max(bound, moved.lower_bound())
@@ -52,7 +52,11 @@ def descend(
 
 
 class Moved:
-    """Copies of the problem's tables, with costs moved between them."""
+    """The problem's tables, with costs moved between them.
+
+    An edge's table never changes but by a vector along each of its sides, so these are kept beside
+    it: moved(u, v) = table(u, v) + moved_by[u][v][:, None] + moved_by[v][u][None, :].
+    """
 
     def __init__(self, problem: PairwiseProblem, order: list[int]) -> None:
         self.constant = problem.constant
@@ -63,12 +67,21 @@ class Moved:
         largest = list(map(largest_allowed, tables))
         ceiling = 10 * sum(largest) + 1.0 * (max(largest, default=0.0) == 0.0)
         self.costs = {u: np.minimum(c, ceiling) for u, c in problem.costs.items()}
-        self.edges: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
+        # Both ways round, each by rows: the smallest of every column is soon found.
+        self.tables: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
+        self.moved_by: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
         for u, row in problem.edges.items():
             for v, matrix in row.items():
-                if u < v:
-                    self.edges[u][v] = np.minimum(matrix, ceiling)
-                    self.edges[v][u] = self.edges[u][v].T  # a view: both are one table
+                self.tables[u][v] = np.minimum(matrix, ceiling, order="C")
+                self.moved_by[u][v] = np.zeros(len(matrix))
+        place = {u: i for i, u in enumerate(order)}
+        self._before = {u: [v for v in self.tables[u] if place[v] < place[u]] for u in order}
+        self._after = {u: [v for v in self.tables[u] if place[v] > place[u]] for u in order}
+        self._is_first = True
+        largest_size = max(
+            (m.size for row in self.tables.values() for m in row.values()), default=0
+        )
+        self._room = np.empty(largest_size)
 
     def problem(self, original: PairwiseProblem) -> PairwiseProblem:
         """The original with moved costs: the cost of every choice is unchanged."""
@@ -80,37 +93,53 @@ class Moved:
         for u, row in original.edges.items():
             for v, matrix in row.items():
                 if u < v:
-                    banned = matrix >= FORBIDDEN / 2
-                    moved.add_edge(u, v, np.where(banned, FORBIDDEN, self.edges[u][v]))
+                    table = self.tables[u][v] + self.moved_by[u][v][:, None]
+                    table += self.moved_by[v][u]
+                    moved.add_edge(u, v, np.where(matrix >= FORBIDDEN / 2, FORBIDDEN, table))
         return moved
 
     def lower_bound(self) -> float:
-        tables = [*self.costs.values()]
-        tables += [m for u, row in self.edges.items() for v, m in row.items() if u < v]
-        return self.constant + sum(float(np.minimum.reduce(t, axis=None)) for t in tables)
+        smallest = [float(cost.min()) for cost in self.costs.values()]
+        for u, row in self.tables.items():
+            smallest += [float(self._smallest(v, u).min()) for v in row if u < v]
+        return self.constant + sum(smallest)
 
-    def pass_on(self, order: list[int]) -> None:
-        place = {u: i for i, u in enumerate(order)}
-        for u in order:
-            around = self.edges[u]
-            collected = self.costs[u]
-            for matrix in around.values():
-                demanded = np.minimum.reduce(matrix, axis=1)
-                matrix -= demanded[:, None]
-                collected = collected + demanded
-            later = [m for v, m in around.items() if place[v] > place[u]]
-            share = collected / max(len(later), len(around) - len(later), 1)
-            for matrix in later:
-                matrix += share[:, None]
-            self.costs[u] = collected - share * len(later)
+    def pass_forward_and_back(self) -> None:
+        """Each node collects from its edges and distributes, in order and in reverse order. Edges
+        to nodes still to come have nothing new for it, except at the very first."""
+        for u in self.order:
+            self._pass_on(u, self.tables[u] if self._is_first else self._before[u], self._after[u])
+        self._is_first = False
+        for u in reversed(self.order):
+            self._pass_on(u, self._after[u], self._before[u])
+
+    def _pass_on(self, u: int, sources: Iterable[int], targets: Sequence[int]) -> None:
+        moved_by, collected = self.moved_by[u], self.costs[u]
+        for v in sources:
+            demanded = self._smallest(v, u)
+            moved_by[v] -= demanded
+            collected = collected + demanded
+        share = collected / max(len(targets), len(moved_by) - len(targets), 1)
+        for v in targets:
+            moved_by[v] += share
+        self.costs[u] = collected - share * len(targets)
+
+    def _smallest(self, v: int, u: int) -> np.ndarray:
+        """For every strategy of u, the smallest entry of its edge to v."""
+        table = self.tables[v][u]
+        room = self._room[: table.size].reshape(table.shape)
+        np.add(table, self.moved_by[v][u][:, None], out=room)
+        return np.minimum.reduce(room, axis=0) + self.moved_by[u][v]
 
     def greedy_choice(self) -> dict[int, int]:
         choice: dict[int, int] = {}
         for u in self.order:
             cost = self.costs[u]
-            for v, matrix in self.edges[u].items():
-                # At best, if the neighbour has not chosen yet.
-                cost = cost + (matrix[:, choice[v]] if v in choice else matrix.min(axis=1))
+            for v in self.tables[u]:
+                if v in choice:
+                    cost = cost + (self.tables[v][u][choice[v]] + self.moved_by[u][v])
+                else:  # at best, if the neighbour has not chosen yet
+                    cost = cost + self._smallest(v, u)
             choice[u] = int(np.argmin(cost))
         return choice
 

@@ -59,7 +59,7 @@ def test_moved_costs_leave_every_choice_what_it_cost(problem: PairwiseProblem, p
     """The bound is below the optimum, and so is the bound of every strategy that is in one."""
     moved = Moved(problem, along_edges(problem))
     for _ in range(passes):
-        moved.pass_on(moved.order)
+        moved.pass_forward_and_back()
     again = moved.problem(problem)
     best = brute_force(problem)
     scale = max(best, 1e-18)
