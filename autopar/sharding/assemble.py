@@ -273,7 +273,8 @@ class PipelineDecision:
     inputs, outputs: all arguments and results, with the stages that hold them.
     layering:        how the layers were found.
     sent_bytes:      what goes from stage to stage in a step.
-    lower_bound:     of the step's seconds; the largest gap of a stage tells it, if None.
+    gap:             from the step's seconds to what is proven; the largest of a stage, if None.
+    lower_bound:     of the step's seconds; the gap tells it, if None.
     """
 
     inputs: Sequence[Tensor]
@@ -283,6 +284,7 @@ class PipelineDecision:
     step_s: float
     schedule: str = ""
     sent_bytes: float = 0.0
+    gap: float | None = None
     lower_bound: float | None = None
     warnings: Sequence[str] = ()
     search: SearchReport | None = None
@@ -302,7 +304,9 @@ def stages_plan(
     """The plan of a pipeline, its stages' plans put together. `fingerprint_of`: the program as it
     was before layers were recomputed."""
     plans = [stage.plan for stage in stages if stage.plan is not None]
-    gap, step_s = max(plan.solver.gap for plan in plans), decision.step_s
+    gap, step_s = decision.gap, decision.step_s
+    if gap is None:
+        gap = max(plan.solver.gap for plan in plans)
     lower_bound = step_s * (1 - gap) if decision.lower_bound is None else decision.lower_bound
     warnings = [*(w for plan in plans for w in plan.warnings), *decision.warnings]
     return ParallelPlan(

@@ -61,6 +61,20 @@ _MAX_ROWS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
+class Enough:
+    """A solution that costs no more than `cost`, and is proven to within `gap`, needs no better."""
+
+    cost: float
+    gap: float
+
+
+def is_good(cost: float, gap: float, enough: Enough | None) -> bool:
+    """Whether a solution needs no better one."""
+    is_enough = enough is not None and cost <= enough.cost and gap <= enough.gap
+    return is_enough or gap <= GOOD_GAP
+
+
+@dataclass(frozen=True)
 class BudgetResult:
     choice: Choice | None  # None if nothing fits
     objective: float
@@ -81,10 +95,12 @@ def solve_within_budget(
     first: tuple[Choice, float] | None = None,
     cutoff: float = np.inf,
     first_price: float = 0.0,
+    enough: Enough | None = None,
 ) -> BudgetResult:
     """The cheapest choice found whose bytes stay within the budget at every time. `first`: the
     solution without a budget and its lower bound, if known. `cutoff`: the search ends early once
-    nothing can cost less. `first_price`: a guess, from a similar problem."""
+    nothing can cost less. `first_price`: a guess, from a similar problem. `enough`: a solution that
+    ends the search."""
     deadline = time.monotonic() + time_limit_s
 
     def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
@@ -95,7 +111,7 @@ def solve_within_budget(
         )
         return reduction.restore(result.choice), result.lower_bound
 
-    search = _BudgetSearch(problem, budget_bytes, solve, deadline, cutoff, first_price)
+    search = _BudgetSearch(problem, budget_bytes, solve, deadline, cutoff, first_price, enough)
     return search.run(first)
 
 
@@ -107,6 +123,7 @@ class _BudgetSearch:
     deadline: float
     cutoff: float = np.inf
     price: float = 0.0
+    enough: Enough | None = None
     seen: list[Choice] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     rows: dict[int, Limit] = field(default_factory=dict)
@@ -240,14 +257,14 @@ class _BudgetSearch:
             return
         self.combine()  # milliseconds, and often all that is needed
         for _ in range(_MAX_CUTS):
-            if self.is_over() or self.gap() <= GOOD_GAP:
+            if self.is_over() or self.is_good():
                 return
             prices, promise = self.next_prices()
             if promise <= self.bound * (1 + 1e-6) or not any(prices.values()):
                 break
             self.solve_at(prices)
             self.combine()
-        if not self.is_over() and self.gap() > GOOD_GAP:
+        if not self.is_over() and not self.is_good():
             self.mix()
 
     def combine(self) -> None:
@@ -266,6 +283,11 @@ class _BudgetSearch:
     def is_over(self) -> bool:
         """Whether time is up, or nothing below the cutoff can be found."""
         return time.monotonic() > self.deadline or self.bound >= self.cutoff
+
+    def is_good(self) -> bool:
+        """Whether the best solution needs no better one."""
+        assert self.best is not None
+        return is_good(self.costs[self.best], self.gap(), self.enough)
 
     def gap(self) -> float:
         assert self.best is not None

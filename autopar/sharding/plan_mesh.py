@@ -28,7 +28,7 @@ from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, options_of
 from autopar.progress import Progress
 from autopar.sharding.assemble import bind_plan, mesh_plan, one_device_decision, sharded_decision
-from autopar.sharding.budget import GOOD_GAP
+from autopar.sharding.budget import GOOD_GAP, Enough
 from autopar.sharding.constraints import (
     candidate_meshes,
     divisible_meshes,
@@ -77,6 +77,7 @@ class ShardingTask:
     every_order: look at every order of a mesh's axes; else, for a try, at one.
     cutoff:      seconds of a plan at hand: among plans that take as long, any will do.
     first_price: per byte, at which a similar step fitted; 0 if unknown.
+    enough:      among plans that fit, the first that is so good will do; None for the best.
     """
 
     step: TracedStep
@@ -92,6 +93,7 @@ class ShardingTask:
     every_order: bool = True
     cutoff: float = inf
     first_price: float = 0.0
+    enough: Enough | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,13 @@ def cheapest_peak(problem: MeshProblem, log: PlanningLog) -> float:
 
 def solve_mesh(problem: MeshProblem, log: PlanningLog) -> MeshSolution:
     """The best sharding on the best mesh."""
-    task = problem.task
     with paused_garbage_collector(), log.timed("shard"):
-        best = _best_sharding(problem, log)
+        return solution_as(problem, _best_sharding(problem, log))
+
+
+def solution_as(problem: MeshProblem, best: GraphSharding) -> MeshSolution:
+    """The solution of a problem that has this sharding, whoever found it."""
+    task = problem.task
     origin = Origin(
         traced=task.step,
         mesh=best.mesh,
@@ -406,6 +412,7 @@ def _best_within_memory(
                     time_limit_s=log.deadline.seconds(options.solver_time_limit_s),
                     cutoff=min(cutoff, inf if best is None else (1 - GOOD_GAP) * best.objective),
                     first_price=problem.task.first_price if best is None else best.price_per_byte,
+                    enough=problem.task.enough,
                 )
             except DoesNotFit as miss:
                 smallest = miss.smallest

@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, NodeLayouts
 from autopar.progress import debugs, tell
-from autopar.sharding.budget import BudgetResult, solve_within_budget
+from autopar.sharding.budget import BudgetResult, Enough, solve_within_budget
 from autopar.sharding.contract import SMALL, solve_contracted
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
@@ -213,10 +213,11 @@ def fit_into_memory(
     time_limit_s: float = 60.0,
     cutoff: float = inf,
     first_price: float = 0.0,
+    enough: Enough | None = None,
 ) -> GraphSharding:
     """The sharding itself if it fits, else the best one found that does; `DoesNotFit` if none. The
-    search may end early once nothing below the cutoff can be found; it starts from `first_price`
-    per byte, if given."""
+    search may end early once nothing below the cutoff can be found, or with a sharding that is good
+    `enough`; it starts from `first_price` per byte, if given."""
     if sharding.memory.peak_bytes <= budget_bytes:
         return sharding
     refetching = replace(sharding, refetch=True)
@@ -235,6 +236,7 @@ def fit_into_memory(
             first=(sharding.choice, sharding.lower_bound),
             cutoff=cutoff,
             first_price=first_price,
+            enough=enough,
         )
         bound = min(bound, result.lower_bound)  # that of the whole budget holds
         fitted = _fitted(refetching, result, rows_bytes, bound, time.perf_counter() - started)

@@ -34,13 +34,14 @@ from autopar.sharding.layout_constraints import LayoutConstraints
 from autopar.sharding.memory_budget import memory_budget, state_floor
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
-from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
+from autopar.stages.layer_tables import PRICES, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes
+from autopar.stages.table_bench import TableBench
 from autopar.tracer.build import build_graph
 
 # From so many devices on, the search looks only at what can be part of a better plan than one at

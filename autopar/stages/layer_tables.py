@@ -20,51 +20,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf, log2, prod
 
-import numpy as np
-
-from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
+from autopar.cost.layer_costs import LayerTerms
 from autopar.cost.node_layers import NodeLayers, place_nodes
-from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
 from autopar.ir.failures import Failure, planning_failed
-from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.ir.traced_step import TracedStep
 from autopar.progress import Progress
 from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
-from autopar.sharding.combine import at_price
-from autopar.sharding.contract import solve_contracted
 from autopar.sharding.deadline import Deadline
-from autopar.sharding.limit import Limit
-from autopar.sharding.memory_limits import copy_shares
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.problem import (
     Allowed,
-    ShardingProblem,
     StrategyFilter,
-    node_costs,
-    problem_on_mesh,
 )
-from autopar.sharding.reduce import PairwiseProblem, reduce_problem
-from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_graph
+from autopar.sharding.solve import GraphSharding
+from autopar.stages.table_bench import Pricer, TableBench, last_axis
 
-Choice = dict[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
 _FEW_STAGES = 8  # that a pipeline has which is soon solved
 TABLES_SHARE = 0.5  # of the time left, for all tables
 _LEAST_SHARE = 0.2
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
-_BETWEEN = 3  # choices between two that were solved
-TABLE_GAP = 0.005  # tables are within a few percent of a stage's own solve; they need no better
-_REST_GAP = 0.0075  # good enough to do without an integer programme
-_SMALL = 1000  # edge entries up to which an integer programme is as fast as message passing
 
 
 def stage_tables(
@@ -99,34 +82,60 @@ def stage_tables(
     """
     log = log or PlanningLog()
     bench = bench or TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
-    made: dict[Submesh, list[LayerTable]] = {}
+    made: dict[Submesh, dict[tuple[int, ...], list[LayerTable]]] = {}
     refused: list[AutoparError] = []
     failures: list[Failure] = []
     deadline, took_s = log.deadline.part(_tables_share(log.deadline)), 0.0
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
     with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
-        for submesh in sorted(submeshes, key=lambda s: _from_even(s, cluster, places)):
+        in_order = sorted(submeshes, key=lambda s: _from_even(s, cluster, places))
+        for submesh, shape in _promising_first(in_order, shapes_of, bench):
+            if made and not deadline.allows(took_s):
+                _leave_out(submesh, shape, made, late, deadline)
+                continue
+            started = time.monotonic()
             in_flight = _in_flight(num_micro_batches, submesh, cluster)
-            for shape in shapes_of[submesh]:
-                if any(made.values()) and not deadline.allows(took_s):
-                    _leave_out(submesh, shape, made, late, deadline)
-                    continue
-                started = time.monotonic()
-                bench.time_limit_s = deadline.seconds(time_limit_s, share=0.3, least_s=1.0)
-                try:
-                    mesh = _mesh(cluster, submesh, shape, forbidden)
-                    asked = constraints(mesh) if constraints else ({}, None)
-                    new = bench.tables(submesh, mesh, *asked, prices, in_flight, remat)
-                    made.setdefault(submesh, []).extend(new)
-                except (MeshError, SolverError, SpecError) as error:
-                    refused.append(error)
-                except Exception as error:
-                    failures += log.contain(f"mesh {shape} of a {submesh} submesh", error)
-                took_s = time.monotonic() - started
-                progress.step()
-    if not any(made.values()) and (failures or refused):
+            bench.time_limit_s = deadline.seconds(time_limit_s, share=0.3, least_s=1.0)
+            try:
+                mesh = _mesh(cluster, submesh, shape, forbidden)
+                asked = constraints(mesh) if constraints else ({}, None)
+                new = list(bench.tables(submesh, mesh, *asked, prices, in_flight, remat))
+                made.setdefault(submesh, {})[shape] = new
+            except (MeshError, SolverError, SpecError) as error:
+                refused.append(error)
+            except Exception as error:
+                failures += log.contain(f"mesh {shape} of a {submesh} submesh", error)
+            took_s = time.monotonic() - started
+            progress.step()
+    if not made and (failures or refused):
         raise _no_tables(failures, refused)
-    return [table for submesh in submeshes for table in undominated(made.get(submesh, ()))]
+    tables: list[LayerTable] = []
+    for submesh in submeshes:
+        by_shape = made.get(submesh, {})
+        tables += undominated([t for shape in shapes_of[submesh] for t in by_shape.get(shape, ())])
+    return tables
+
+
+def _promising_first(
+    submeshes: Sequence[Submesh],
+    shapes_of: Mapping[Submesh, Sequence[tuple[int, ...]]],
+    bench: TableBench,
+) -> Iterator[tuple[Submesh, tuple[int, ...]]]:
+    """Every mesh of every submesh: all of the first one, then, of each of the others, the one whose
+    last axis did best so far, then the second best of each and so on. If time is short, each
+    submesh has a good mesh at least."""
+    if not submeshes:
+        return
+    first, *others = submeshes
+    yield from ((first, shape) for shape in shapes_of[first])
+    left = {submesh: list(shapes_of[submesh]) for submesh in others}
+    while any(left.values()):
+        for submesh, shapes in left.items():
+            if shapes:
+                ratio = bench.cost_by_last_axis()
+                best = min(shapes, key=lambda shape: ratio.get(last_axis(shape), inf))
+                shapes.remove(best)
+                yield submesh, best
 
 
 def _tables_share(deadline: Deadline) -> float:
@@ -235,7 +244,7 @@ def stage_costs(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) ->
     places = place_nodes(graph, [0] * total, is_backward, 1)
     places = replace(places, residuals=dict.fromkeys(stage.residual_values(), 0))
     terms = LayerTerms(graph, places, problem.classes, step.num_micro_batches)
-    figures = _Pricer(problem, terms).figures(sharding.choice)
+    figures = Pricer(problem, terms).figures(sharding.choice)
     return terms.table(figures, submesh, sharding.mesh)
 
 
@@ -278,213 +287,3 @@ def undominated(tables: Sequence[LayerTable]) -> list[LayerTable]:
 def _is_as_good(one: LayerTable, other: LayerTable) -> bool:
     names = ("latency_s", "once_s", "held_bytes", "in_flight_bytes", "working_bytes")
     return all(bool((getattr(one, x) <= getattr(other, x) * (1 + 1e-9)).all()) for x in names)
-
-
-class TableBench:
-    """One graph, solved on many meshes."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        places: NodeLayers,
-        num_micro_batches: int,
-        fold: bool = True,
-        solver: str = "highs",
-        time_limit_s: float = 5.0,
-    ) -> None:
-        self.graph, self.places = graph, places
-        self.num_micro_batches = num_micro_batches
-        self.folded = fold_graph(graph, fold=fold)
-        self.solver, self.time_limit_s = solver, time_limit_s
-        self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
-        self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
-        # (submesh, mesh shape, recomputed) -> the table at which memory has no price
-        self.plain: dict[tuple[Submesh, tuple[int, ...], bool], LayerTable] = {}
-
-    def terms_of(self, problem: ShardingProblem) -> LayerTerms:
-        """The terms of the problem's classes, which pins may have split."""
-        if problem.classes is not self.terms.classes:
-            self.terms = LayerTerms(
-                self.graph, self.places, problem.classes, self.num_micro_batches
-            )
-        return self.terms
-
-    def tables(
-        self,
-        submesh: Submesh,
-        mesh: LogicalMesh,
-        allowed: Allowed,
-        keep: StrategyFilter | None,
-        prices: Sequence[float],
-        num_in_flight: float,
-        remat: Sequence[bool],
-    ) -> Iterator[LayerTable]:
-        problem, first, objective = self.cheapest(submesh, mesh, allowed, keep)
-        terms = self.terms_of(problem)
-        pricer = _Pricer(problem, terms)
-        limit = pricer.limit(*terms.priced_bytes(num_in_flight))
-        seen: list[Choice] = []
-        unit = objective / max(limit.value(first), 1.0)
-        choices = {0.0: first}
-        for share in prices if mesh.num_devices > 1 else ():
-            penalised = problem.pairwise.copy()
-            limit.add_to(penalised, share * unit)
-            choices[share] = self.solve(penalised)
-        for share, choice in _with_exchanged(choices, problem.pairwise, limit, unit):
-            if choice in seen:
-                continue
-            seen.append(choice)
-            figures = pricer.figures(choice)
-            table = terms.table(figures, submesh, mesh)
-            table = replace(table, price_per_byte=share * unit)
-            for again in remat:
-                made = terms.recomputed(table, figures) if again else table
-                if not share:
-                    self.plain[submesh, mesh.shape, again] = made
-                yield made
-
-    def cheapest(
-        self, submesh: Submesh, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None
-    ) -> tuple[ShardingProblem, Choice, float]:
-        """The problem, its cheapest choice and what that costs; solved once per mesh."""
-        known = self.known.get((submesh, mesh.shape))
-        if known is not None:
-            folded = folded_for(self.graph, allowed, folded=self.folded)
-            return problem_on_mesh(folded, mesh, allowed, keep), *known
-        sharding = solve_graph(
-            self.graph,
-            mesh,
-            allowed=allowed,
-            keep=keep,
-            solver=self.solver,
-            time_limit_s=self.time_limit_s,
-            folded=self.folded,
-            gap=TABLE_GAP,
-            small=_SMALL,
-            rest_gap=_REST_GAP,
-        )
-        self.known[submesh, mesh.shape] = sharding.choice, sharding.objective
-        return sharding.problem, sharding.choice, sharding.objective
-
-    def solve(self, problem: PairwiseProblem) -> Choice:
-        reduction = reduce_problem(problem)
-        result = solve_contracted(
-            reduction.problem,
-            solver=self.solver,
-            time_limit_s=self.time_limit_s,
-            gap=TABLE_GAP,
-            small=_SMALL,
-            rest_gap=_REST_GAP,
-        )
-        return reduction.restore(result.choice)
-
-
-def _with_exchanged(
-    solved: Mapping[float, Choice], problem: PairwiseProblem, limit: Limit, unit: float
-) -> Iterator[tuple[float, Choice]]:
-    """The choices at shares that were solved, and between each two of them those that exchange
-    groups of the first for groups of the second (see `combine`)."""
-    shares = sorted(solved)
-    for low, high in pairwise((*shares, inf)):
-        yield low, solved[low]
-        if low and high < inf:
-            for k in range(1, _BETWEEN + 1):
-                share = low * (high / low) ** (k / (_BETWEEN + 1))
-                yield share, at_price(problem, limit, share * unit, solved[low], solved[high])
-
-
-class _Pricer:
-    """Figures of groups on one mesh."""
-
-    def __init__(self, problem: ShardingProblem, terms: LayerTerms) -> None:
-        self.problem, self.terms = problem, terms
-        self.graph, self.mesh = problem.graph, problem.mesh
-        self.layouts: dict[Layout, int] = {}
-        self.known_nodes: dict[tuple[int, int], float] = {}
-        self.known_edges: dict[tuple[int, int, int], tuple[float, float, int]] = {}
-
-    def figures(self, choice: Choice) -> GroupCosts:
-        terms, classes = self.terms, self.problem.classes
-        node_s = [
-            self.node(group, index, choice[classes[index]])
-            for group, index in enumerate(terms.node_groups)
-        ]
-        edges = [
-            self.edge(group, choice[edge.source], choice[edge.target])
-            for group, edge in enumerate(terms.edge_groups)
-        ]
-        shares = [
-            1.0 / num_shards(self.strategy(owner, choice).results[result], self.mesh.shape)
-            for owner, result in terms.value_groups
-        ]
-        edge_s, copy_share, copy_layout = (np.array(x) for x in zip(*edges, strict=True))
-        return GroupCosts(np.array(node_s), edge_s, np.array(shares), copy_share, copy_layout)
-
-    def strategy(self, owner: int, choice: Choice):
-        return self.problem.strategies[owner][choice[owner]]
-
-    def node(self, group: int, index: int, chosen: int) -> float:
-        key = (group, chosen)
-        if key not in self.known_nodes:
-            strategies = self.problem.strategies[self.problem.classes[index]]
-            chosen_strategies = [strategies[chosen]]
-            cost = node_costs(self.graph, self.graph.nodes[index], self.mesh, chosen_strategies)
-            self.known_nodes[key] = float(cost[0])
-        return self.known_nodes[key]
-
-    def edge(self, group: int, source: int, target: int) -> tuple[float, float, int]:
-        """(seconds, the share that a copy is, the number of its layout)."""
-        key = (group, source, target)
-        if key not in self.known_edges:
-            self.known_edges[key] = self.price_edge(group, source, target)
-        return self.known_edges[key]
-
-    def price_edge(self, group: int, source: int, target: int) -> tuple[float, float, int]:
-        edge, problem, mesh = self.terms.edge_groups[group], self.problem, self.mesh
-        up = problem.strategies[edge.source][source]
-        down = problem.strategies[edge.target][target]
-        made = up.results[edge.result]
-        is_state = edge.position == STATE_EDGE
-        wanted = down.results[0] if is_state else down.operands[edge.position]
-        number = self.layouts.setdefault(wanted, len(self.layouts))
-        if made == wanted:
-            return 0.0, 0.0, number
-        producer = self.graph.nodes[problem.representative[edge.source]]
-        consumer = self.graph.nodes[problem.representative[edge.target]]
-        info = self.graph.values[producer.results[edge.result]]
-        deferred = edge.deferred and mesh.device is not None
-        share = DEFERRED_ALPHA_SHARE if deferred else 1.0
-        partial = PARTIAL in made or PARTIAL in wanted
-        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
-        copied = 0.0
-        if not is_state and not is_slice(made, wanted):
-            kept = made if consumer.kind is NodeKind.FINISH else wanted
-            copied = 1.0 / num_shards(kept, mesh.shape)
-        return table.cost(made, wanted), copied, number
-
-    def limit(self, value_bytes: np.ndarray, copy_bytes: np.ndarray) -> Limit:
-        """Bytes of values and copies as a function of the choice."""
-        problem, shape = self.problem, self.mesh.shape
-        nodes: dict[int, np.ndarray] = {}
-        edges: dict[tuple[int, int], np.ndarray] = {}
-
-        def add(table: dict, key, term: np.ndarray) -> None:
-            table[key] = table[key] + term if key in table else term
-
-        for (owner, result), size in zip(self.terms.value_groups, value_bytes, strict=True):
-            strategies = problem.strategies[owner]
-            if size:
-                shares = [1.0 / num_shards(s.results[result], shape) for s in strategies]
-                add(nodes, owner, size * np.array(shares))
-        for edge, size in zip(self.terms.edge_groups, copy_bytes, strict=True):
-            if not size:
-                continue
-            u, v = edge.source, edge.target
-            ups, downs = problem.strategies[u], problem.strategies[v]
-            finishes = self.graph.nodes[problem.representative[v]].kind is NodeKind.FINISH
-            term = size * copy_shares(ups, downs, edge.result, edge.position, finishes, shape)
-            if u == v:
-                add(nodes, u, np.diagonal(term))
-            elif term.any():
-                add(edges, (min(u, v), max(u, v)), term if u < v else term.T)
-        return Limit(nodes, edges)

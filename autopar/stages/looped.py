@@ -7,7 +7,7 @@ stages to a step per stage (`slice_into`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -96,10 +96,15 @@ class LoopedStep:
     def has_backward(self) -> bool:
         return any(self.attached.is_backward)
 
+    def worth_recomputing(self, numbers: Iterable[int]) -> list[Layer]:
+        """Those of these layers that free memory if they are computed again: not those that the
+        user's `jax.checkpoint` recomputes anyway."""
+        layers = [self.layers[i] for i in numbers]
+        return [layer for layer in layers if layer.residual_bytes > 0 and not layer.is_last]
+
     def recomputing(self, numbers: Sequence[int]) -> LoopedStep:
         """The same with these layers computed again in the backward pass."""
-        chosen = [self.layers[i] for i in numbers if self.layers[i].residual_bytes > 0]
-        chosen = [layer for layer in chosen if not layer.is_last]
+        chosen = self.worth_recomputing(numbers)
         if not chosen:
             return self
         assert self.step.loop is not None

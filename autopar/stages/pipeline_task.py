@@ -23,7 +23,7 @@ from autopar.stages.looped import (
     slice_into,
     with_even_stacks,
 )
-from autopar.stages.stage_plans import KnownShardings, SolvedStage
+from autopar.stages.stage_plans import KnownStages, SolvedStage
 from autopar.tracer.build import build_graph
 
 
@@ -45,6 +45,14 @@ class ExistingPlacement:
 
 
 @dataclass(frozen=True)
+class StageMisfit:
+    """A stage that did not fit, and the smallest peak that was found of it."""
+
+    spec: StageSpec
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
 class PipelineTask:
     """What a pipeline is planned for, whatever its stages are.
 
@@ -52,7 +60,8 @@ class PipelineTask:
     pins:      specs that come before what the method asks for.
     stack_parts: the stacks over layers that are split over stages; None to split what can be.
     reuse:     stages, by number, that need not be solved again.
-    known:     shardings of stages that were solved, for equal ones.
+    known:     what is known of stages that were solved, for equal ones.
+    misfits:   stages that did not fit, in the order in which they were tried.
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
     to_the_end: if no pipeline is found in time, search on.
     cuts, graphs: the stages that were cut last, and their graphs.
@@ -65,9 +74,10 @@ class PipelineTask:
     pins: Pins = field(default_factory=dict)
     stack_parts: Stacks | None = None
     reuse: Mapping[int, SolvedStage] = field(default_factory=dict)
-    known: KnownShardings = field(default_factory=dict)
+    known: KnownStages = field(default_factory=KnownStages)
     may_recompute: bool = True
     to_the_end: bool = True
+    misfits: list[StageMisfit] = field(default_factory=list)
     cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
     graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)
 

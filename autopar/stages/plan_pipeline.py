@@ -47,6 +47,7 @@ from autopar.stages.choose_stages import (
     choose_stages,
     device_budget,
     nothing_fits,
+    search_within,
     with_another,
 )
 from autopar.stages.looped import (
@@ -66,6 +67,8 @@ from autopar.stages.submeshes import uniform_submesh
 # The time that a search at another number of micro-batches takes, relative to all before it.
 _AGAIN = 0.75
 _AGAIN_ON_FEW = 0.25  # if it looks at the submeshes of one plan only
+_MOST_LESSONS = 3  # searches that are repeated because a stage did not fit
+_NEWS = 1.001  # an excess this much over the one known is worth another search
 
 
 def plan_pipeline(
@@ -208,10 +211,47 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
             looped, search = smallest, again
     if search.choice is None:
         raise nothing_fits(looped, search.report, method.options, cluster)
-    planned = _best_solved(task, looped, search.report)
+    planned, search = _fitted(task, looped, search, excess)
     if is_free and _recomputes_more(planned.plan, search.report):
         planned = _with_smaller(source, task, planned, excess)
     return _with_skipped(planned, log)
+
+
+def _fitted(
+    task: PipelineTask, looped: LoopedStep, search: StageSearch, excess: dict[Submesh, float]
+) -> tuple[PlannedStep, StageSearch]:
+    """The best pipeline, solved, and the search that found it. Where a stage of the best one by
+    tables does not fit, the search is repeated with so much less room on its submesh: the next best
+    by the old tables mostly has the same fault."""
+    for _ in range(_MOST_LESSONS):
+        try:
+            return _best_solved(task, looped, search.report, until_misfit=True), search
+        except MemoryBudgetError:
+            again = _with_less_room(task, search, excess)
+            if again is None:
+                break
+            search = again
+    return _best_solved(task, looped, search.report), search
+
+
+def _with_less_room(
+    task: PipelineTask, search: StageSearch, excess: dict[Submesh, float]
+) -> StageSearch | None:
+    """The search, knowing how much more than in tables the stage takes that did not fit last; None
+    if that is no news, or leaves nothing."""
+    if not task.misfits or search.setting is None:
+        return None
+    misfit = task.misfits[-1]
+    where, submesh = (misfit.spec.layers, misfit.spec.submesh), misfit.spec.submesh
+    stages = [s for s in search.report.best[0].stages if (s.layers, s.submesh) == where]
+    if not stages:
+        return None
+    found = misfit.peak_bytes / stages[0].peak_bytes
+    if found <= search.excess.get(submesh, 1.0) * _NEWS:
+        return None
+    excess[submesh] = found
+    again = search_within(search, excess, task.log)
+    return None if again.choice is None else again
 
 
 def _calibrated(
@@ -323,9 +363,12 @@ def _with_skipped(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
     return replace(planned, plan=replace(planned.plan, search=search))
 
 
-def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -> PlannedStep:
+def _best_solved(
+    task: PipelineTask, looped: LoopedStep, report: SearchReport, *, until_misfit: bool = False
+) -> PlannedStep:
     """The best of the tables' plans, solved exactly: the first, and others as long as the tables
-    promise more than the best so far, or the caller wants alternatives."""
+    promise more than the best so far, or the caller wants alternatives. `until_misfit`: raise the
+    error of the first one if that does not fit."""
     least = max(1, task.log.num_alternatives)
     best: PlannedStep | None = None
     misfit: MemoryBudgetError | None = None
@@ -351,6 +394,8 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
         try:
             planned = task.log.note(solve_pipeline(task, looped, specs, report))
         except MemoryBudgetError as error:
+            if until_misfit and best is None:
+                raise
             misfit = misfit or error
             continue
         except Exception as error:

@@ -28,6 +28,7 @@ from autopar.stages.looped import LoopedStep, StageSpec, find_looped, launch_s
 from autopar.stages.pipeline_task import PipelineOrigin, PipelineTask
 from autopar.stages.simulate import mesh_hosts, predicted_s, stage_times
 from autopar.stages.solve_stages import SolvedStages, solve_stages
+from autopar.stages.stage_plans import SolvedStage
 from autopar.stages.stage_tensors import step_tensors
 from autopar.tracer.costs import aval_bytes
 
@@ -84,6 +85,7 @@ def _plan(
         layers=tuple(layer.name for layer in looped.layers),
         layering=_layering(task, looped),
         step_s=step_s,
+        gap=pipeline_gap(stages.solved, step.num_micro_batches),
         schedule=task.method.schedule,
         sent_bytes=sum(sent),
         warnings=(*step.notes, *_copied_state(stages.sliced)),
@@ -99,6 +101,18 @@ def _plan(
         fingerprint_of=looped.step.program,
         seconds=task.log.seconds,
     )
+
+
+def pipeline_gap(stages: Sequence[SolvedStage], number: int) -> float:
+    """What is proven of all stages together: with n micro-batches, each counts once, and the
+    slowest n − 1 times more."""
+
+    def step_s(seconds: Sequence[float]) -> float:
+        return sum(seconds) + (number - 1) * max(seconds)
+
+    best = step_s([stage.objective for stage in stages])
+    bound = step_s([min(stage.lower_bound, stage.objective) for stage in stages])
+    return (best - bound) / best if best > 0 else 0.0
 
 
 def _simulated(

@@ -5,7 +5,7 @@ A stage that does not fit is planned once more with its layers recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,8 +17,9 @@ from autopar.lower.schedules import in_flight_bound
 from autopar.methods import ShardingOptions
 from autopar.progress import Progress
 from autopar.rewrite.stage_slices import SlicedStep, StageSlice
+from autopar.sharding.budget import GOOD_GAP, Enough
 from autopar.stages.looped import LoopedStep, StageSpec
-from autopar.stages.pipeline_task import ExistingPlacement, PipelineTask
+from autopar.stages.pipeline_task import ExistingPlacement, PipelineTask, StageMisfit
 from autopar.stages.stage_plans import (
     SolvedStage,
     StageTask,
@@ -86,33 +87,41 @@ def solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec])
     while True:
         sliced = task.sliced(looped, specs)
         try:
-            solved = _solve_each(task, sliced, specs, max(stage_mesh) + 1, leads[-1])
+            solved = _solve_each(task, looped, sliced, specs, max(stage_mesh) + 1, leads[-1])
         except StageTooLarge as miss:
+            spec = specs[miss.stage]
             if miss.stage not in leads and any(sliced.stages[miss.stage].input_rows):
                 leads.append(miss.stage)  # it may fit in a layout of its own choice
                 continue
-            if specs[miss.stage].remat or not may_recompute:
+            frees = bool(looped.worth_recomputing(range(*spec.layers)))
+            if spec.remat or not may_recompute or not frees:
+                task.misfits.append(StageMisfit(spec, miss.error.peak_bytes))
                 raise _too_large(miss, specs, looped, options) from miss.error
-            specs[miss.stage] = replace(specs[miss.stage], remat=True)
+            specs[miss.stage] = replace(spec, remat=True)
         else:
             return SolvedStages(specs, devices, stage_mesh, sliced, solved)
 
 
 def _solve_each(
     task: PipelineTask,
+    looped: LoopedStep,
     sliced: SlicedStep,
     specs: Sequence[StageSpec],
     num_meshes: int,
     lead: int = 0,
 ) -> list[SolvedStage]:
     """A solution per stage. Stages that hold rows of the same stack have it in the layout, and on
-    the mesh, that the one solved first has chosen; `lead` is solved first."""
+    the mesh, that the one solved first has chosen; `lead` is solved first. Else those with the most
+    work come first: what is not the slowest stage need not be solved so well."""
     method = task.method
     solved: dict[int, SolvedStage] = {}
     chosen: dict[int, tuple[tuple[int, ...], PartitionSpec]] = {}  # stack -> mesh shape, spec
     number = sliced.stages[0].step.num_micro_batches
+    order = (lead, *(k for k in range(len(specs)) if k != lead))
+    if not any(any(cut.input_rows) for cut in sliced.stages):
+        order = sorted(order, key=lambda k: -_work(looped, specs[k]))
     with Progress("solving stages", len(specs)) as progress:
-        for k in (lead, *(k for k in range(len(specs)) if k != lead)):
+        for k in order:
             cut, spec = sliced.stages[k], specs[k]
             stacks = [n for n, rows in enumerate(cut.input_rows) if rows is not None]
             stage = task.reuse.get(k)
@@ -125,9 +134,14 @@ def _solve_each(
                 }
                 in_specs = _input_specs(cut, task.placement, {i: s for i, (_, s) in known.items()})
                 shapes = [shape for shape, _ in known.values()]
-                mesh_shape = shapes[0] if shapes else spec.mesh_shape
                 stage_task = StageTask(
-                    cut, spec.submesh, mesh_shape, in_flight, in_specs, task.graph_of(cut)
+                    cut,
+                    spec.submesh,
+                    shapes[0] if shapes else spec.mesh_shape,
+                    in_flight,
+                    in_specs,
+                    task.graph_of(cut),
+                    _enough(solved.values(), len(specs), number),
                 )
                 with task.log.sharing(1 / (len(specs) - len(solved))):
                     stage = plan_stage(
@@ -140,6 +154,21 @@ def _solve_each(
             solved[k] = stage
             progress.step()
     return [solved[k] for k in range(len(specs))]
+
+
+def _work(looped: LoopedStep, spec: StageSpec) -> float:
+    """Flops of a micro-batch on each device; a recomputed layer runs three passes for two."""
+    flops = sum(looped.layer_flops[slice(*spec.layers)]) / prod(spec.submesh)
+    return round(flops * (4 / 3 if spec.remat else 1.0), -3)
+
+
+def _enough(solved: Iterable[SolvedStage], num_stages: int, number: int) -> Enough | None:
+    """When a stage needs no better: it takes no longer than one that is known, so it waits for that
+    one, and of a step with n micro-batches it makes up one of S + n − 1 parts."""
+    slowest = max((stage.objective for stage in solved), default=None)
+    if slowest is None:
+        return None
+    return Enough(slowest, GOOD_GAP * (num_stages + number - 1) / num_stages)
 
 
 def _input_specs(

@@ -2,13 +2,14 @@
 
 `sharding.plan_mesh` plans each stage's step as it plans a whole step, on the meshes of its submesh.
 Only memory differs: of every micro-batch in flight a stage keeps what its backward stage program
-reads. Equal stages (the blocks in the middle of a transformer) are solved once.
+reads. Equal stages (the blocks in the middle of a transformer) are solved once, and so is a stage
+that several pipelines have: `KnownStages` remembers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
 
@@ -19,6 +20,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.methods import ShardingOptions, ShardParallel
 from autopar.rewrite.stage_slices import StageSlice
+from autopar.sharding.budget import Enough, is_good
 from autopar.sharding.layout_constraints import (
     LayoutConstraints,
     constrain_layouts,
@@ -28,10 +30,13 @@ from autopar.sharding.layout_constraints import (
 )
 from autopar.sharding.origin import Pins
 from autopar.sharding.plan_mesh import (
+    MeshProblem,
+    MeshSolution,
     ShardingTask,
     cheapest_peak,
     mesh_problem,
     planned_as,
+    solution_as,
     solve_mesh,
 )
 from autopar.sharding.planning_log import PlanningLog
@@ -39,8 +44,21 @@ from autopar.sharding.solve import GraphSharding
 from autopar.stages.layer_tables import stage_costs, submesh_cluster
 from autopar.tracer.fingerprint import program_fingerprint
 
-# (program, submesh) -> mesh -> the best sharding there without a memory budget
-KnownShardings = dict[tuple[str, Submesh], dict[LogicalMesh, GraphSharding]]
+
+@dataclass
+class KnownStages:
+    """What is known of stages that were solved, by program and submesh.
+
+    unbounded: -> mesh -> the best sharding there, memory aside.
+    fitted:    , mesh shape and micro-batches in flight -> the sharding that fits.
+    misfits:   , likewise, and name of the stage -> why none does.
+    costs:     , mesh and choice -> the stage's costs.
+    """
+
+    unbounded: dict[tuple, dict[LogicalMesh, GraphSharding]] = field(default_factory=dict)
+    fitted: dict[tuple, GraphSharding] = field(default_factory=dict)
+    misfits: dict[tuple, MemoryBudgetError] = field(default_factory=dict)
+    costs: dict[tuple, LayerTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,7 @@ class StageTask:
     mesh_shape: None for any.
     in_specs:   specs that its inputs must have, None for any; empty for any at all.
     built:      the graph of its step, if known.
+    enough:     a sharding that needs no better; None for the best.
     """
 
     slice: StageSlice
@@ -58,14 +77,18 @@ class StageTask:
     in_flight: int
     in_specs: tuple[PartitionSpec | None, ...] = ()
     built: Graph | None = None
+    enough: Enough | None = None
 
 
 @dataclass(frozen=True)
 class SolvedStage:
-    """A stage's plan, and its costs as a table of one layer."""
+    """A stage's plan, and its costs as a table of one layer. `objective`, `lower_bound`: seconds of
+    the stage in a step, as the solver counts them."""
 
     plan: ParallelPlan
     costs: LayerTable
+    objective: float
+    lower_bound: float
 
 
 class StageTooLarge(Exception):
@@ -82,32 +105,56 @@ def plan_stage(
     cluster: ClusterSpec,
     options: ShardingOptions,
     pins: Pins,
-    known: KnownShardings,
+    known: KnownStages,
     log: PlanningLog,
 ) -> SolvedStage:
     """Plan one stage; raises `StageTooLarge` if it does not fit. `pins` come before the options;
-    `known` remembers the shardings of equal stages."""
+    `known` remembers what equal stages have in common."""
     mesh_task = _mesh_task(task, cluster, options, pins, known)
-    mesh_task = replace(mesh_task, first_price=log.prices.get(task.submesh, 0.0))
+    first_price = log.prices.get(task.submesh, 0.0)
+    mesh_task = replace(mesh_task, first_price=first_price, enough=task.enough)
+    key = _stage_key(task, options, pins)
+    problem = mesh_problem(mesh_task, log)
     try:
-        solution = solve_mesh(mesh_problem(mesh_task, log), log)
+        solution = _fitted(problem, (*key, task.mesh_shape, task.in_flight), known, log)
     except MemoryBudgetError as error:
         raise StageTooLarge(number, error) from error
+    sharding = solution.sharding
     if task.submesh == (cluster.num_hosts, cluster.devices_per_host):
-        log.work_s = solution.sharding.problem.work_s
-    if solution.sharding.price_per_byte:
-        log.prices[task.submesh] = solution.sharding.price_per_byte
+        log.work_s = sharding.problem.work_s
+    if sharding.price_per_byte:
+        log.prices[task.submesh] = sharding.price_per_byte
     with log.timed("assign"):
-        planned = planned_as(solution.origin, solution.sharding, warnings=solution.warnings)
-        costs = stage_costs(solution.sharding, task.slice, task.submesh)
-    return SolvedStage(planned.plan, costs)
+        planned = planned_as(solution.origin, sharding, warnings=solution.warnings)
+        choice = (*key, sharding.mesh, tuple(sharding.choice.items()), sharding.refetch)
+        if choice not in known.costs:
+            known.costs[choice] = stage_costs(sharding, task.slice, task.submesh)
+    costs = known.costs[choice]
+    return SolvedStage(planned.plan, costs, sharding.objective, sharding.lower_bound)
+
+
+def _fitted(problem: MeshProblem, key: tuple, known: KnownStages, log: PlanningLog) -> MeshSolution:
+    """The best sharding that fits, or that of an equal stage which was solved before."""
+    named = (*key, problem.step.name)
+    if named in known.misfits:
+        raise known.misfits[named]
+    found, enough = known.fitted.get(key), problem.task.enough
+    if found is not None and is_good(found.objective, found.gap, enough):
+        return solution_as(problem, found.of_graph(problem.graph))
+    try:
+        solution = solve_mesh(problem, log)
+    except MemoryBudgetError as error:
+        known.misfits[named] = error
+        raise
+    known.fitted[key] = solution.sharding
+    return solution
 
 
 def unbounded_peak(
     task: StageTask,
     cluster: ClusterSpec,
     options: ShardingOptions,
-    known: KnownShardings,
+    known: KnownStages,
     log: PlanningLog,
 ) -> float:
     """The peak of the stage's cheapest sharding, whether that fits or not."""
@@ -115,23 +162,32 @@ def unbounded_peak(
     return cheapest_peak(problem, log)
 
 
+def _stage_key(task: StageTask, options: ShardingOptions, pins: Pins) -> tuple:
+    """Stages with equal keys have the same shardings. What the user asks for is by name, so stages
+    of which something is asked are equal only if they have one name."""
+    cut, step = task.slice, task.slice.step
+    options, pins = options_for(options, cut), pins_for(pins, cut)
+    is_plain = not (options.pins or options.forbid_axes or options.batch_axis or pins)
+    program = program_fingerprint(step.program), "" if is_plain else step.name
+    how = step.state, step.batch, step.donated, cut.forward, cut.backward, task.in_specs
+    return program, how, task.submesh
+
+
 def _mesh_task(
     task: StageTask,
     cluster: ClusterSpec,
     options: ShardingOptions,
     pins: Pins,
-    known: KnownShardings,
+    known: KnownStages,
 ) -> ShardingTask:
     """The stage as a step on the meshes of its submesh."""
+    key = _stage_key(task, options, pins)
     step = task.slice.step
     options, pins = options_for(options, task.slice), pins_for(pins, task.slice)
     constraints = _constraints(task, options)
     if pins:
         alone = replace(task, in_specs=())
         constraints = overridden(constraints, _constraints(alone, ShardingOptions(pins=pins)))
-    is_plain = not (options.pins or options.forbid_axes or options.batch_axis)
-    is_plain = is_plain and not pins
-    key = f"{program_fingerprint(step.program)} {task.in_specs}" if is_plain else step.name
     shape = "auto" if task.mesh_shape is None else task.mesh_shape
     return ShardingTask(
         step,
@@ -141,7 +197,7 @@ def _mesh_task(
         constraints=constraints,
         change=in_flight_of(task.slice, task.in_flight),
         built=task.built,
-        known=known.setdefault((key, task.submesh), {}),
+        known=known.unbounded.setdefault(key, {}),
     )
 
 

@@ -16,7 +16,7 @@ from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParal
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
 from autopar.rewrite import step_source
 from autopar.sharding import plan_mesh, plan_whole
-from autopar.stages import auto, choose_stages, layer_tables, plan_pipeline
+from autopar.stages import auto, choose_stages, layer_tables, plan_pipeline, table_bench
 from autopar.tracer import rules
 
 pytestmark = pytest.mark.representatives(
@@ -193,7 +193,7 @@ def test_a_mesh_of_a_submesh_that_fails_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_tables_the_default_stays_on_one_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    Injected(monkeypatch, layer_tables, "solve_graph", always)
+    Injected(monkeypatch, table_bench, "solve_graph", always)
     with pytest.raises(PlanningError, match="no mesh of any submesh could be priced"):
         plan(PipeshardParallel(2))
     whole = plan(AutoParallel(), FAR_HOSTS, args=LARGE)

@@ -1,0 +1,113 @@
+"""A stage that does not fit teaches the search what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import MemoryBudgetError
+from autopar.rewrite.step_source import StepSource
+from autopar.sharding.planning_log import PlanningLog
+from autopar.stages import plan_pipeline
+from autopar.stages.choose_stages import StageSearch, choose_stages
+from autopar.stages.looped import LoopedStep, StageSpec, find_looped
+from autopar.stages.pipeline_task import PipelineTask, StageMisfit
+from autopar.tracer.trace import StepOptions
+
+CLUSTER = autopar.ClusterSpec(2, 2, "v100", memory_bytes=1e9, host_bandwidth=1e8)
+
+
+def train_step(weights: Any, batch: Any) -> tuple[Any, Any]:
+    def loss(weights: Any) -> Any:
+        x = batch["x"]
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[LoopedStep, StageSearch]:
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    source = StepSource.of(train_step, (weights, batch), {}, StepOptions())
+    method = autopar.PipeshardParallel(4)
+    looped = find_looped(source.as_loop(4), method.layers)
+    search = choose_stages(looped, method, CLUSTER, PlanningLog())
+    peak = max(stage.peak_bytes for stage in search.choice.stages)
+    return looped, replace(search, setting=replace(search.setting, memory_budget=1.05 * peak))
+
+
+def task() -> PipelineTask:
+    return PipelineTask(autopar.PipeshardParallel(4), CLUSTER, PlanningLog())
+
+
+def missed(task: PipelineTask, search: StageSearch, times: float) -> StageSpec:
+    """The search's first stage did not fit: it takes so many times what the table says."""
+    stage = search.report.best[0].stages[0]
+    spec = StageSpec(stage.layers, stage.submesh, stage.mesh_shape)
+    task.misfits.append(StageMisfit(spec, times * stage.peak_bytes))
+    return spec
+
+
+def test_the_next_search_has_less_room_there(found) -> None:
+    _, search = found
+    tried, excess = task(), {}
+    spec = missed(tried, search, 1.2)
+    again = plan_pipeline._with_less_room(tried, search, excess)
+    assert excess == {spec.submesh: pytest.approx(1.2)}
+    if again is not None:
+        budget = search.setting.budget_bytes(spec.submesh)
+        assert again.within.budget_bytes(spec.submesh) == pytest.approx(budget / 1.2)
+        assert all(s.peak_bytes <= budget / 1.2 for s in again.choice.stages)
+        assert again.choice.step_s >= search.choice.step_s
+
+
+def test_what_is_known_is_no_reason_to_search(found) -> None:
+    _, search = found
+    assert plan_pipeline._with_less_room(task(), search, {}) is None  # nothing was tried
+    tried = task()
+    spec = missed(tried, search, 1.2)
+    known = replace(search, excess={spec.submesh: 1.2})
+    assert plan_pipeline._with_less_room(tried, known, {}) is None
+
+
+def test_a_pipeline_that_does_not_fit_gives_way_to_one_that_does(found, monkeypatch) -> None:
+    looped, search = found
+    tried, solved, reports = task(), object(), []
+
+    def best_solved(task: Any, looped: Any, report: Any, *, until_misfit: bool = False) -> Any:
+        reports.append(report)
+        if len(reports) == 1:
+            assert until_misfit
+            missed(task, search, 1.01)
+            raise MemoryBudgetError("too large", 2.0, 1.0)
+        return solved
+
+    monkeypatch.setattr(plan_pipeline, "_best_solved", best_solved)
+    planned, again = plan_pipeline._fitted(tried, looped, search, {})
+    assert planned is solved
+    assert reports == [search.report, again.report]
+    assert reports[0] is not reports[1]
+
+
+def test_in_the_end_every_candidate_is_tried(found, monkeypatch) -> None:
+    """Where nothing is learned, the other candidates have their turn, as they always had."""
+    looped, search = found
+    calls = []
+
+    def best_solved(task: Any, looped: Any, report: Any, *, until_misfit: bool = False) -> Any:
+        calls.append(until_misfit)
+        raise MemoryBudgetError("too large", 2.0, 1.0)
+
+    monkeypatch.setattr(plan_pipeline, "_best_solved", best_solved)
+    with pytest.raises(MemoryBudgetError):
+        plan_pipeline._fitted(task(), looped, search, {})
+    assert calls == [True, False]
