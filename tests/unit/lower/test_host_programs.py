@@ -1,0 +1,166 @@
+"""A step with state in host memory as programs: what each reads, writes and uses up."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import autopar
+from autopar.ir.host_programs import HOST_KIND, HostPrograms
+from autopar.lower.host_programs import lower_with_host_memory
+from autopar.lower.planned_step import PlannedStep
+
+WIDTH, LAYERS, ROWS = 16, 8, 8
+TX = optax.adam(1e-2)
+
+
+def train_step(state: Any, x: jax.Array) -> Any:
+    params, opt = state
+
+    def loss_of(params: Any) -> jax.Array:
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, opt = TX.update(grads, opt)
+    return (optax.apply_updates(params, updates), opt), loss
+
+
+def arguments() -> Any:
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    params = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys[1:]]
+    return (params, TX.init(params)), jax.random.normal(keys[0], (ROWS, WIDTH))
+
+
+class Lowered(NamedTuple):
+    planned: PlannedStep
+    programs: HostPrograms
+
+    @property
+    def hosted(self) -> set[int]:
+        assert self.planned.traced.host is not None
+        return set(self.planned.traced.host.inputs)
+
+
+@cache
+def lowered(num_devices: int, donate: bool = True) -> Lowered:
+    """With a little less memory than the step needs without host memory."""
+    state, x = arguments()
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / num_devices
+    given: dict[str, Any] = {} if donate else {"donate_argnums": ()}
+
+    def planned_to(budget: float, host_memory: str) -> PlannedStep:
+        options = autopar.ShardingOptions(memory_budget_bytes=budget, host_memory=host_memory)
+        method = autopar.ShardParallel((num_devices,), options=options)
+        step = autopar.parallelize(train_step, method=method, **given)
+        step.plan(state, x)
+        assert step.last_planned is not None
+        return step.last_planned
+
+    autopar.init(devices=jax.devices()[:num_devices])
+    try:
+        with pytest.raises(autopar.MemoryBudgetError) as refused:
+            planned_to(1.0, "never")
+        planned = planned_to(refused.value.peak_bytes - 0.1 * held, "auto")
+    finally:
+        autopar.shutdown()
+    assert planned.plan.host is not None
+    mesh = Mesh(
+        np.array(jax.devices()[:num_devices]).reshape(planned.plan.mesh_shape),
+        planned.plan.axis_names,
+    )
+    return Lowered(planned, lower_with_host_memory(planned, mesh, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def one() -> Lowered:
+    return lowered(1)
+
+
+def test_an_update_fetches_the_state_of_the_next(one: Lowered) -> None:
+    assert one.planned.traced.host is not None
+    groups = one.planned.traced.host.groups
+    programs = one.programs.programs
+    assert len(groups) > 1
+    assert [p.name for p in programs] == [
+        "step", "fetch", *(f"update_{k}" for k in range(len(groups)))
+    ]  # fmt: skip
+    on_host = one.programs.is_on_host
+    fetching = [tuple(slot for slot in p.reads if on_host(slot)) for p in programs]
+    assert fetching == [(), *(tuple(group.inputs) for group in groups), ()]
+
+
+def test_state_in_host_memory_stays_there_and_nothing_else_is_put_there(one: Lowered) -> None:
+    slots, step = one.programs.slots, one.planned.traced
+    stored = {one.programs.outputs[o] for i, o in step.state if i in one.hosted}
+    assert one.programs.on_host == one.hosted | stored
+    for number, slot in enumerate(slots):
+        kind = slot.sharding.memory_kind  # type: ignore[union-attr]
+        assert (kind == HOST_KIND) == (number in one.programs.on_host), number
+    for given, returned in step.state:
+        old, new = slots[given], slots[one.programs.outputs[returned]]
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_slot_is_read_after_it_was_written_and_before_it_is_used_up(donate: bool) -> None:
+    found = lowered(1, donate)
+    programs, num_arguments = found.programs, len(found.planned.traced.program.inputs)
+    there = set(range(num_arguments))
+    for program in programs.programs:
+        assert there.issuperset(program.reads), program.name
+        assert there.isdisjoint(program.writes), program.name
+        assert set(program.used_up) <= set(program.reads)
+        assert len(set(program.used_up)) == len(program.used_up)
+        there |= set(program.writes)
+        there -= set(program.used_up)
+    assert there.issuperset(programs.outputs)
+    kept = there & set(range(num_arguments))
+    donated = set(found.planned.traced.donated)
+    assert bool(donated) is donate
+    assert kept.issuperset(set(range(num_arguments)) - donated)
+    # Nothing else is left on the device: gradients and fetched state are gone.
+    assert there == kept | set(programs.outputs)
+
+
+def test_what_stays_on_the_device_is_returned_first_by_an_update(one: Lowered) -> None:
+    """It takes over donated buffers, one after another."""
+    returned = set(one.programs.outputs)
+    for program in one.programs.programs[2:]:
+        is_stored = [slot in one.programs.on_host for slot in program.writes if slot in returned]
+        assert is_stored == sorted(is_stored) and any(is_stored)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_the_programs_one_after_the_other_are_the_step(num_devices: int) -> None:
+    programs = lowered(num_devices).programs
+    state, x = arguments()
+    expected = jax.jit(train_step)(state, x)
+    leaves = jax.tree.leaves((state, x))
+    slots: list[Any] = [
+        jax.device_put(leaf, slot.sharding)
+        for leaf, slot in zip(leaves, programs.slots, strict=False)
+    ]
+    slots += [None] * (len(programs.slots) - len(slots))
+    for program in programs.programs:
+        places = [programs.slots[slot].sharding for slot in program.writes]
+        results = jax.jit(program.function, out_shardings=places)(
+            *(slots[s] for s in program.reads)
+        )
+        for slot, result in zip(program.writes, results, strict=True):
+            assert result.shape == programs.slots[slot].shape
+            slots[slot] = result
+        for slot in program.used_up:
+            slots[slot] = None
+    found = [slots[slot] for slot in programs.outputs]
+    for ours, theirs in zip(found, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
