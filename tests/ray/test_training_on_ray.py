@@ -90,6 +90,24 @@ def test_programs_of_steps_that_are_gone_are_forgotten(on_one_mesh: Any) -> None
     assert number not in tasks()
 
 
+def test_a_mesh_that_was_closed_is_started_by_its_step(steps: Steps) -> None:
+    """As when another step needed its GPUs. Moves between meshes are loaded on new workers too."""
+
+    def run() -> tuple[Any, Any]:
+        state, results = steps.pipelined(make_state(0), batch_of(0))
+        _, later = steps.on_one_mesh(state, batch_of(1))  # moves the state
+        return fetched(results), fetched(later)
+
+    want = run()
+    remote: Any = session.current().remote
+    closed = steps.pipelined.last_executable.meshes[0]
+    assert any(closed.devices in key for key in remote.moves)
+    remote.cluster.close_group(closed.group)
+    assert_equal(run(), want)
+    meshes = steps.pipelined.last_executable.meshes
+    assert closed not in meshes and not any(mesh.group.closed for mesh in meshes)
+
+
 def test_arrays_tell_what_they_are(pipelined: Any) -> None:
     state, results = pipelined(make_state(0), batch_of(0))
     loss, weight = results["loss"], state["params"][0]["w"]
