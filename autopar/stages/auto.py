@@ -295,6 +295,14 @@ def _recomputed_s(task: AutoTask, num_micro_batches: int) -> float:
 
 
 def _fitted_on_one_mesh(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
+    """A plan of the whole batch, or of one that is cut. Past the deadline, what is not likely to
+    fit is not tried first."""
+    late = not task.log.deadline.allows()
+    if late and task.number_is_free and not _may_fit(task):
+        planned = _with_micro_batches(task, outcomes)
+        if planned is not None:
+            return planned
+        return outcomes.on_one_mesh()
     return outcomes.on_one_mesh() or _with_micro_batches(task, outcomes)
 
 
@@ -332,6 +340,13 @@ def _cut_plans(task: AutoTask, outcomes: _Outcomes) -> Iterator[PlannedStep]:
     rows = batch_rows(task.source.whole)
     numbers = [2**k for k in range(1, rows.bit_length()) if rows % 2**k == 0]
     tried = _MicroBatchTries(task)
+    if not task.log.deadline.allows():  # begin with the fewest that are likely to fit
+        likely = next((number for number in numbers if _may_fit(task, number)), None)
+        if likely is not None:
+            planned = tried.plan(likely)
+            if planned is not None:
+                yield planned
+            numbers = [number for number in numbers if number > likely]
     if not tried.all_are_too_large(numbers):
         for number in numbers:
             planned = tried.plan(number)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from autopar.ir.graph import Graph
 from autopar.ir.layering import Layering
 from autopar.ir.mesh import ClusterSpec
+from autopar.lower.schedules import in_flight_bound
 from autopar.methods import PipeshardParallel
 from autopar.rewrite.split_stacks import Parts, Stacks
 from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, StageSlice
@@ -46,10 +47,18 @@ class ExistingPlacement:
 
 @dataclass(frozen=True)
 class StageMisfit:
-    """A stage that did not fit, and the smallest peak that was found of it."""
+    """A stage that did not fit with so many micro-batches in flight, although it recomputed its
+    layers where that frees memory, and the smallest peak that was found of it."""
 
     spec: StageSpec
+    in_flight: int
     peak_bytes: float
+
+    def rules_out(self, spec: StageSpec, in_flight: int) -> bool:
+        """Whether a stage cannot fit either: it has these layers on the same mesh, or more."""
+        (first, end), (own_first, own_end) = self.spec.layers, spec.layers
+        is_same = (self.spec.submesh, self.spec.mesh_shape) == (spec.submesh, spec.mesh_shape)
+        return is_same and own_first <= first and end <= own_end and self.in_flight <= in_flight
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,17 @@ class PipelineTask:
     @property
     def owners(self) -> Mapping[int, int] | None:
         return None if self.placement is None else self.placement.owners
+
+    def cannot_fit(self, specs: Sequence[StageSpec], num_micro_batches: int) -> bool:
+        """Whether one of these stages has what did not fit before."""
+        if not self.misfits or self.method.schedule == "interleaved_1f1b":
+            return False
+        schedule, count = self.method.schedule, len(specs)
+        return any(
+            misfit.rules_out(spec, in_flight_bound(schedule, count, num_micro_batches, k))
+            for k, spec in enumerate(specs)
+            for misfit in self.misfits
+        )
 
     @property
     def splits_stacks(self) -> bool:

@@ -223,15 +223,21 @@ def _fitted(
     """The best pipeline, solved, and the search that found it. Where a stage of the best one by
     tables does not fit, the search is repeated with so much less room on its submesh: the next best
     by the old tables mostly has the same fault."""
+    task.misfits.clear()  # of another number of micro-batches
+    plans = {plan.stages: plan for plan in search.report.best}
+    misfit: MemoryBudgetError | None = None
     for _ in range(_MOST_LESSONS):
         try:
             return _best_solved(task, looped, search.report, until_misfit=True), search
-        except MemoryBudgetError:
+        except MemoryBudgetError as error:
+            misfit = error
             again = _with_less_room(task, search, excess)
             if again is None:
                 break
             search = again
-    return _best_solved(task, looped, search.report), search
+            plans.update((plan.stages, plan) for plan in search.report.best)
+    best = tuple(sorted(plans.values(), key=lambda plan: plan.step_s))
+    return _best_solved(task, looped, replace(search.report, best=best), misfit), search
 
 
 def _with_less_room(
@@ -364,14 +370,18 @@ def _with_skipped(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
 
 
 def _best_solved(
-    task: PipelineTask, looped: LoopedStep, report: SearchReport, *, until_misfit: bool = False
+    task: PipelineTask,
+    looped: LoopedStep,
+    report: SearchReport,
+    misfit: MemoryBudgetError | None = None,
+    *,
+    until_misfit: bool = False,
 ) -> PlannedStep:
     """The best of the tables' plans, solved exactly: the first, and others as long as the tables
-    promise more than the best so far, or the caller wants alternatives. `until_misfit`: raise the
-    error of the first one if that does not fit."""
+    promise more than the best so far, or the caller wants alternatives. `misfit`: the error of one
+    that did not fit before; `until_misfit`: raise that of the first one if it does not fit."""
     least = max(1, task.log.num_alternatives)
     best: PlannedStep | None = None
-    misfit: MemoryBudgetError | None = None
     failures: list[Failure] = []
     solved: list[list[StageSpec]] = []
     checked: list[tuple[float, float]] = []
@@ -389,6 +399,8 @@ def _best_solved(
             specs = halved(specs, looped)
         specs = task.alike(looped, specs)
         if any(specs == other for other in solved):
+            continue
+        if misfit is not None and task.cannot_fit(specs, looped.step.num_micro_batches):
             continue
         solved.append(specs)
         try:

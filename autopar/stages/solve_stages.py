@@ -95,7 +95,15 @@ def solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec])
                 continue
             frees = bool(looped.worth_recomputing(range(*spec.layers)))
             if spec.remat or not may_recompute or not frees:
-                task.misfits.append(StageMisfit(spec, miss.error.peak_bytes))
+                number = looped.step.num_micro_batches
+                in_flight = in_flight_bound(
+                    task.method.schedule,
+                    len(specs),
+                    number,
+                    miss.stage,
+                    num_meshes=max(stage_mesh) + 1,
+                )
+                task.misfits.append(StageMisfit(spec, in_flight, miss.error.peak_bytes))
                 raise _too_large(miss, specs, looped, options) from miss.error
             specs[miss.stage] = replace(spec, remat=True)
         else:

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.errors import MemoryBudgetError
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
+from autopar.rewrite.step_source import StepSource
 from autopar.sharding.plan_whole import WholeStep
+from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import auto
+from autopar.tracer.trace import StepOptions
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
 BATCH = {"x": jnp.ones((8, 16))}
@@ -243,3 +247,29 @@ def test_no_pipeline_is_searched_where_compute_alone_takes_as_long(monkeypatch: 
     assert not plan.is_pipeline
     assert plan.search is not None
     assert any("it would take" in note and "at least" in note for note in plan.search.notes)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_late: bool) -> None:
+    """By the estimate, four micro-batches fit and fewer do not."""
+    source = StepSource.of(
+        step_of(lambda w, batch: jnp.mean(forward(w, batch["x"]))),
+        (WEIGHTS, BATCH),
+        {},
+        StepOptions(),
+    )
+    task = auto.AutoTask(source, autopar.AutoParallel(), HOSTS, PlanningLog())
+    if is_late:
+        task.log.deadline.interrupt()
+    numbers = []
+
+    def plan_whole(step: WholeStep) -> Any:
+        numbers.append(step.method.num_micro_batches)
+        if step.method.num_micro_batches < 4:
+            raise MemoryBudgetError("too large", 2.0, 1.0)
+        return "a plan"
+
+    monkeypatch.setattr(auto, "_may_fit", lambda task, number=1: number >= 4)
+    monkeypatch.setattr(auto, "plan_whole", plan_whole)
+    assert auto._fitted_on_one_mesh(task, auto._Outcomes(task)) == "a plan"
+    assert numbers == ([4] if is_late else [1, 2, 4])

@@ -53,7 +53,7 @@ def missed(task: PipelineTask, search: StageSearch, times: float) -> StageSpec:
     """The search's first stage did not fit: it takes so many times what the table says."""
     stage = search.report.best[0].stages[0]
     spec = StageSpec(stage.layers, stage.submesh, stage.mesh_shape)
-    task.misfits.append(StageMisfit(spec, times * stage.peak_bytes))
+    task.misfits.append(StageMisfit(spec, 2, times * stage.peak_bytes))
     return spec
 
 
@@ -103,11 +103,26 @@ def test_in_the_end_every_candidate_is_tried(found, monkeypatch) -> None:
     looped, search = found
     calls = []
 
-    def best_solved(task: Any, looped: Any, report: Any, *, until_misfit: bool = False) -> Any:
-        calls.append(until_misfit)
+    def best_solved(
+        task: Any, looped: Any, report: Any, misfit: Any = None, *, until_misfit: bool = False
+    ) -> Any:
+        calls.append((until_misfit, misfit is not None))
         raise MemoryBudgetError("too large", 2.0, 1.0)
 
     monkeypatch.setattr(plan_pipeline, "_best_solved", best_solved)
     with pytest.raises(MemoryBudgetError):
         plan_pipeline._fitted(task(), looped, search, {})
-    assert calls == [True, False]
+    assert calls == [(True, False), (False, True)]
+
+
+def test_a_stage_with_what_did_not_fit_is_not_built() -> None:
+    tried = task()
+    assert not tried.cannot_fit([StageSpec((0, 4), (1, 2), (2,))], 4)
+    tried.misfits.append(StageMisfit(StageSpec((1, 3), (1, 2), (2,)), 2, 9e9))
+    shapes = (1, 2), (2,)
+    two = [StageSpec((0, 3), *shapes), StageSpec((3, 4), *shapes)]  # two in flight on the first
+    assert tried.cannot_fit(two, 4)
+    assert not tried.cannot_fit(two, 1)  # fewer in flight
+    assert not tried.cannot_fit([StageSpec((0, 1), *shapes), StageSpec((1, 4), *shapes)], 4)
+    assert not tried.cannot_fit([StageSpec((0, 2), *shapes), StageSpec((2, 4), *shapes)], 4)
+    assert not tried.cannot_fit([StageSpec((0, 3), (2, 2), (4,)), two[1]], 4)
