@@ -3,6 +3,7 @@
     python -m benchmarks.host_memory --size 1.3b            # on an H200
     python -m benchmarks.host_memory --size 10b             # 80 GB of moments in host memory
     python -m benchmarks.host_memory --size tiny            # a dry run on a CPU, with a budget
+    python -m benchmarks.host_memory --layers 8 --share 0.86 --compile      # without a GPU
 
 Parameters, gradients and moments are float32, and products are bfloat16. 10 billion parameters take
 40 GB, as do their gradients: both fit on an H200. The 80 GB of moments do not, and lie in pinned
@@ -15,6 +16,8 @@ transfers. Compute is the time of the program with forward and backward pass, by
 are the time to fetch all moments while all are stored, by a program that does nothing else.
 Losses are those of `jax.jit` where the step fits without host memory (`--check`), and in any case
 must fall. Prints a line of JSON after each part, and writes it to `--out` if that is given.
+`--compile` only compiles the step's programs for an H100 and counts their memory; this needs
+`jax[cuda13]`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,14 +166,13 @@ def transfer_seconds(executable: Any, state: Any) -> float:
     return once * executable.host_bytes() / (largest.nbytes / len(largest.sharding.device_set))
 
 
-def run(name: str, share: float, steps: int, check: bool, out: Path | None) -> None:
+def run(name: str, size: Size, share: float, steps: int, check: bool, out: Path | None) -> None:
     import jax
     import numpy as np
 
     import autopar
 
     autopar.init(devices=jax.devices()[:1])
-    size = SIZES[name]
     init, train_step, batch = make(size)
     device = jax.devices()[0]
     row: dict[str, Any] = {"size": name, "device": device.device_kind, "jax": jax.__version__}
@@ -239,6 +242,65 @@ def run(name: str, share: float, steps: int, check: bool, out: Path | None) -> N
         told(expected_losses=expected, same_losses=bool(np.allclose(losses, expected, rtol=2e-3)))
 
 
+def compile_programs(size: Size, share: float) -> Iterator[dict[str, Any]]:
+    """Predicted memory beside XLA's, of the fullest program with what it leaves on the device."""
+    from benchmarks import gpu_hlo
+
+    # isort: split
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    import autopar
+    from autopar.lower.host_programs import lower_with_host_memory
+
+    autopar.init(devices=jax.devices()[:1])
+    init, train_step, batch = make(size)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+
+    def planned(options: Any) -> Any:
+        method = autopar.ShardParallel(
+            num_micro_batches=size.rows // size.micro, options=autopar.ShardingOptions(**options)
+        )
+        step = autopar.parallelize(train_step, method=method)
+        step.plan(shapes, batch)
+        return step.last_planned
+
+    free = planned({"host_memory": "never", "memory_budget_bytes": 1e15}).plan
+    budget = share * free.estimated_peak_bytes
+    yield {"device_only_bytes": free.estimated_peak_bytes, "budget_bytes": budget}
+    step = planned({"memory_budget_bytes": budget})
+    plan = step.plan
+    assert plan.host is not None, "the step fits without host memory: give a smaller --share"
+    yield {"predicted_peak_bytes": plan.estimated_peak_bytes, "host_bytes": plan.host.num_bytes}
+    mesh = Mesh(np.array(gpu_hlo.h100_devices(1)).reshape(plan.mesh_shape), plan.axis_names)
+    programs = lower_with_host_memory(step, mesh, "cuda")
+    there = set(range(len(step.traced.program.inputs)))
+    known: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    for program in programs.programs:
+        reads = [programs.slots[slot] for slot in program.reads]
+        lowered = jax.jit(
+            program.function,
+            donate_argnums=tuple(n for n, s in enumerate(program.reads) if s in program.used_up),
+            in_shardings=[slot.sharding for slot in reads],
+            out_shardings=[programs.slots[slot].sharding for slot in program.writes],
+        ).lower(*reads)
+        text = lowered.as_text()
+        if text not in known:
+            known[text] = gpu_hlo.peak_bytes(lowered.compile())
+        unread = [s for s in there.difference(program.reads) if s not in programs.on_host]
+        held = sum(
+            programs.slots[s].dtype.itemsize * int(np.prod(programs.slots[s].shape)) for s in unread
+        )
+        peaks[program.name] = known[text] + held
+        there = there.union(program.writes).difference(program.used_up)
+        if program.name == "step":
+            yield {"step_xla_bytes": peaks["step"]}
+    fullest = max(peaks, key=peaks.__getitem__)
+    yield {"xla_peak_bytes": peaks[fullest], "fullest": fullest}
+
+
 def compute_seconds(executable: Any, state: Any, batch: Any) -> float:
     """Of the first program: everything but the update of state in host memory. Small state that it
     updates itself is donated, so each run gets copies."""
@@ -266,14 +328,24 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with jax.jit")
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument("--limit-s", type=int, default=170, help="end after so many seconds")
+    parser.add_argument("--layers", type=int, help="instead of the size's")
+    parser.add_argument("--compile", action="store_true", help="for an H100, without a GPU")
     arguments = parser.parse_args()
+    size = SIZES[arguments.size]
+    size = size._replace(layers=arguments.layers or size.layers)
     os.environ.setdefault(LIMIT_GB, "100")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     signal.alarm(arguments.limit_s)
     share = arguments.share
     if share is None:
         share = {"10b": 1.0, "tiny": 0.85}.get(arguments.size, 0.72)
-    run(arguments.size, share, arguments.steps, arguments.check, arguments.out)
+    if arguments.compile:
+        flags = os.environ.get("XLA_FLAGS", "")  # products by cuBLAS, as `autopar.verify` has them
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false".strip()
+        for figures in compile_programs(size, share):
+            print(json.dumps(figures), flush=True)
+        return
+    run(arguments.size, size, share, arguments.steps, arguments.check, arguments.out)
 
 
 if __name__ == "__main__":
