@@ -88,19 +88,19 @@ def stage_tables(
     deadline, took_s = log.deadline.part(_tables_share(log.deadline)), 0.0
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
     with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
-        in_order = sorted(submeshes, key=lambda s: _from_even(s, cluster, places))
-        for submesh, shape in _promising_first(in_order, shapes_of, bench):
+        near_even = sorted(submeshes, key=lambda s: _from_even(s, cluster, places))
+        for submesh, shape in _promising_first(near_even, shapes_of, bench):
             if made and not deadline.allows(took_s):
                 _leave_out(submesh, shape, made, late, deadline)
                 continue
             started = time.monotonic()
-            in_flight = _in_flight(num_micro_batches, submesh, cluster)
             bench.time_limit_s = deadline.seconds(time_limit_s, share=0.3, least_s=1.0)
+            kept = _in_flight(num_micro_batches, submesh, cluster)
             try:
                 mesh = _mesh(cluster, submesh, shape, forbidden)
                 asked = constraints(mesh) if constraints else ({}, None)
-                new = list(bench.tables(submesh, mesh, *asked, prices, in_flight, remat))
-                made.setdefault(submesh, {})[shape] = new
+                new = bench.tables(submesh, mesh, *asked, prices, kept, remat)
+                made.setdefault(submesh, {})[shape] = list(new)
             except (MeshError, SolverError, SpecError) as error:
                 refused.append(error)
             except Exception as error:
@@ -109,11 +109,14 @@ def stage_tables(
             progress.step()
     if not made and (failures or refused):
         raise _no_tables(failures, refused)
-    tables: list[LayerTable] = []
-    for submesh in submeshes:
-        by_shape = made.get(submesh, {})
-        tables += undominated([t for shape in shapes_of[submesh] for t in by_shape.get(shape, ())])
-    return tables
+    return [t for s in submeshes for t in _of_submesh(made.get(s, {}), shapes_of[s])]
+
+
+def _of_submesh(
+    made: Mapping[tuple[int, ...], Sequence[LayerTable]], shapes: Sequence[tuple[int, ...]]
+) -> list[LayerTable]:
+    """The tables worth keeping, in the order of the shapes, in whatever order they were made."""
+    return undominated([table for shape in shapes for table in made.get(shape, ())])
 
 
 def _promising_first(

@@ -151,7 +151,8 @@ def _solve_each(
                     task.graph_of(cut),
                     _enough(solved.values(), len(specs), number),
                 )
-                with task.log.sharing(1 / (len(specs) - len(solved))):
+                left = len(specs) - len(solved)
+                with task.log.sharing(2 / (left + 1)):  # the first are the slowest
                     stage = plan_stage(
                         k, stage_task, task.cluster, method.options, task.pins, task.known, task.log
                     )
