@@ -5,7 +5,7 @@
     with_recomputation(layers)   with these layers computed again in the backward pass
 
 A micro-batch is traced, not sliced out of the whole batch's trace, so each number of micro-batches
-costs one more trace, once.
+costs one more trace, once. Searches ask for the same forms again, so the last few are kept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from autopar.rewrite.single_microbatch import loop_single_microbatch
 from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.tracer.trace import StepOptions, trace
 
+# A number of micro-batches, and the layers to recompute: their names and equations.
+_Form = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
+_MOST_KEPT = 4  # steps of any form
+
 
 @dataclass
 class StepSource:
@@ -30,6 +34,7 @@ class StepSource:
     whole: TracedStep
     _micro: dict[int, TracedStep] = field(default_factory=dict, init=False)
     _loops: dict[int, TracedStep] = field(default_factory=dict, init=False)
+    _changed: dict[_Form, TracedStep] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -59,6 +64,8 @@ class StepSource:
             whole = unroll_scans(self.whole)
             if num_micro_batches == 1:
                 loop = loop_single_microbatch(whole)
+            elif whole is self.whole:  # no scans
+                loop = self.with_recomputation((), num_micro_batches)
             else:
                 micro = unroll_scans(self.micro_batch(num_micro_batches))
                 loop = accumulate(whole, micro, num_micro_batches)
@@ -67,11 +74,17 @@ class StepSource:
 
     def with_recomputation(self, layers: Sequence[Layer], num_micro_batches: int = 1) -> TracedStep:
         """As one program; with more than one micro-batch, it loops over them."""
-        if num_micro_batches == 1:
-            return with_remat(self.whole, layers)
-        return accumulate(
-            self.whole, self.micro_batch(num_micro_batches), num_micro_batches, layers
-        )
+        form = num_micro_batches, tuple((layer.name, layer.equations) for layer in layers)
+        step = self._changed.pop(form, None)
+        if step is None and num_micro_batches == 1:
+            step = with_remat(self.whole, layers)
+        elif step is None:
+            micro = self.micro_batch(num_micro_batches)
+            step = accumulate(self.whole, micro, num_micro_batches, layers)
+        self._changed[form] = step
+        while len(self._changed) > _MOST_KEPT:
+            del self._changed[next(iter(self._changed))]
+        return step
 
 
 def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:

@@ -54,7 +54,6 @@ from autopar.sharding.solve import (
     solve_graph,
 )
 from autopar.sharding.tried import with_failures
-from autopar.tracer.build import build_graph
 
 # Share of the time left in which all meshes should be solved without a budget.
 _SOLVING = 0.5
@@ -142,7 +141,7 @@ def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
     with paused_garbage_collector(), log.timed("graph"):
         is_known = task.built is not None and step is task.step
         num_devices = (task.mesh or task.cluster).num_devices
-        built = task.built if is_known else build_graph(step, overlaps=num_devices > 1)
+        built = task.built if is_known else log.graphs.of(step, overlaps=num_devices > 1)
         assert built is not None
         graph = with_output_nodes(built, constraints)
         graph = graph if task.change is None else task.change(graph)

@@ -93,16 +93,17 @@ class WholeStep:
         )
         return self.log.note(plan_mesh(task, self.log))
 
-    def peak_floor(self) -> float:
-        """A lower bound on the peak of every plan, whichever layers it recomputes."""
-        tries = {(), self.layers() if self.may_recompute else ()}
-        return min(
-            peak_floor(
-                ShardingTask(self._recomputing(layers), self.cluster, self.method, self.mesh),
-                self.log,
-            )
-            for layers in tries
-        )
+    def peak_floor(self, budget: float = 0.0) -> float:
+        """A lower bound on the peak of every plan, whichever layers it recomputes; or a bound on
+        that of some plans, if it is within the budget."""
+        floor = inf
+        for layers in dict.fromkeys((self.layers() if self.may_recompute else (), ())):
+            step = self._recomputing(layers)
+            task = ShardingTask(step, self.cluster, self.method, self.mesh)
+            floor = min(floor, peak_floor(task, self.log))
+            if floor <= budget:
+                break
+        return floor
 
     @cached_property
     def hopeless(self) -> str | None:

@@ -16,6 +16,7 @@ from autopar.lower.planned_step import PlannedStep
 from autopar.methods import ShardingOptions
 from autopar.progress import Best, Progress, logged, showing
 from autopar.sharding.deadline import Deadline, interrupts_end
+from autopar.tracer.known_graphs import KnownGraphs
 
 # What a pass is called on the terminal, where its name does not say it.
 _SHOWN = {
@@ -44,6 +45,7 @@ class PlanningLog:
     best:            the best plan so far, for the terminal.
     work_s:          no plan of the whole step takes less (`ShardingProblem.work_s`); 0 if unknown.
     prices:          submesh -> the price per byte at which a stage fitted there last.
+    graphs:          of the steps that were looked at last.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class PlanningLog:
     best: Best | None = None
     work_s: float = 0.0
     prices: dict[Submesh, float] = field(default_factory=dict)
+    graphs: KnownGraphs = field(default_factory=KnownGraphs)
 
     @contextmanager
     def limited(self, options: ShardingOptions) -> Iterator[None]:

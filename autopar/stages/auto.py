@@ -378,7 +378,7 @@ class _MicroBatchTries:
         known, and fewer need more."""
         for number in reversed(numbers):
             try:
-                floor = self.task.whole(number).peak_floor()
+                floor = self.task.whole(number).peak_floor(self.task.budget_bytes)
             except Exception as error:
                 self._note_refusal(number, error)
                 continue

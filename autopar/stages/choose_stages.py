@@ -42,7 +42,6 @@ from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes
 from autopar.stages.table_bench import TableBench
-from autopar.tracer.build import build_graph
 
 # From so many devices on, the search looks only at what can be part of a better plan than one at
 # hand.
@@ -219,7 +218,7 @@ def _table_maker(
 ) -> _TableMaker:
     """`step`: the looped step, with or without its stacks split over layers."""
     with log.timed("graph"), paused_garbage_collector():
-        graph = build_graph(step)
+        graph = log.graphs.of(step)
         check_graph(graph)
         places = node_places(graph, step, looped.attached)
     constraints = method_constraints(step, ShardParallel(options=options))

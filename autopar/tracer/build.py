@@ -24,7 +24,7 @@ from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.failures import Failure
-from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Unruled, Value
+from autopar.ir.graph import Graph, Node, NodeKind, Rule, Unruled, Value
 from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
@@ -76,8 +76,7 @@ class _Signature:
     ruled: RuledEquation
     rule: Rule  # without constant operands
     flops: float
-    work: OpSize | None
-    part_bytes: float | None
+    node: Node  # without what only one equation has
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,18 @@ class _Builder:
             rule = _without_constants(equation, ruled.rule)
             work = equation_work(equation, self.program.avals)
             part = part_bytes(equation, self.program.avals)
-            self.signatures.append(_Signature(number, ruled, rule, flops, work, part))
+            node = Node(
+                NodeKind.OP,
+                equation.name,
+                rule,
+                (),
+                (),
+                flops=flops,
+                signature=number,
+                work=work,
+                part_bytes=part,
+            )
+            self.signatures.append(_Signature(number, ruled, rule, flops, node))
         self.signature_of = [None if n is None else self.signatures[n] for n in numbers]
 
     # -- the graph
@@ -260,7 +270,8 @@ class _Builder:
         stored = self.shared if here.region == UPDATE else ()
         operands = tuple(v if v in stored else self.alias.get(v, v) for v in equation.inputs)
         rule = signature.rule
-        self.zeros.update(zeros_made(equation, self.zeros))
+        if zeros := zeros_made(equation, self.zeros):
+            self.zeros.update(zeros)
         if not self.unfinished.isdisjoint(equation.results):
             rule = _linear(rule) if equation.name in (*ADDITIONS, *LINEAR_UNARY) else rule
         elif rule.linear and not self.sums_partial(rule, operands):
@@ -271,20 +282,14 @@ class _Builder:
         results = equation.results
         if partial:
             results = tuple(self.new_value(r) for r in results)
-        node = Node(
-            NodeKind.OP,
-            equation.name,
-            rule,
-            operands,
-            results,
-            here.weight,
-            signature.flops,
+        node = signature.node.having(
+            rule=rule,
+            operands=operands,
+            results=results,
+            weight=here.weight,
             module=module_name(equation.scope),
             region=here.region,
             equation=index,
-            signature=signature.number,
-            work=signature.work,
-            part_bytes=signature.part_bytes,
         )
         self.nodes.append(node)
         if partial:
@@ -325,13 +330,11 @@ class _Builder:
             if node.is_heavy or node.rule.linear:
                 self.product_sums.add(result)
             self.nodes.append(
-                Node(
-                    NodeKind.FINISH,
-                    "finish",
-                    _identity(self.values[result].shape),
-                    (raw,),
-                    (result,),
-                    node.weight,
+                _FINISH.having(
+                    rule=_identity(self.values[result].shape),
+                    operands=(raw,),
+                    results=(result,),
+                    weight=node.weight,
                     module=node.module,
                     region=node.region,
                     equation=node.equation,
@@ -511,6 +514,7 @@ class _Builder:
 
 
 _identity = lru_cache(maxsize=4096)(identity_rule)
+_FINISH = Node(NodeKind.FINISH, "finish", identity_rule(()), (), ())
 
 
 def _type(aval: ShapedArray) -> tuple[tuple[int, ...], Any]:

@@ -29,13 +29,27 @@ class Dataflow:
         self.values = values
         self.zeros = frozenset(zeros)
         self.turned = frozenset(turned)
-        self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
-        self.finish_of = {
-            node.operands[0]: node.results[0] for node in nodes if node.kind is NodeKind.FINISH
-        }
 
     def with_turned(self, turned: Collection[int]) -> Dataflow:
-        return Dataflow(self.nodes, self.values, self.zeros, turned)
+        changed = Dataflow(self.nodes, self.values, self.zeros, turned)
+        changed.producer, changed.finish_of = self.producer, self.finish_of
+        changed.direct_readers = self.direct_readers
+        return changed
+
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """Value -> the node that makes it."""
+        return {v: i for i, node in enumerate(self.nodes) for v in node.results}
+
+    @cached_property
+    def finish_of(self) -> dict[int, int]:
+        """Partial sums -> their result."""
+        return {n.operands[0]: n.results[0] for n in self.nodes if n.kind is NodeKind.FINISH}
+
+    @cached_property
+    def views(self) -> list[bool]:
+        """Per node, whether it is a view: every pass asks it of every node."""
+        return list(map(self.is_view, self.nodes))
 
     @cached_property
     def direct_readers(self) -> dict[int, list[int]]:

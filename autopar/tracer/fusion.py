@@ -10,8 +10,8 @@ with all other zeros of that type.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Node, NodeKind
 from autopar.tracer.costs import INSTRUCTIONS, REDUCTIONS, UNFUSED
@@ -21,6 +21,7 @@ from autopar.tracer.run_order import is_scatter_add
 
 # In `UNFUSED`, but XLA takes the slice inside its reader.
 _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
+_READS_MEMORY = UNFUSED - _FUSED_SLICES
 # A value this expensive (in instructions per element) that both passes need has at least this many
 # readers: one forward, and backward the slope and its factors.
 _EXPENSIVE = 20.0
@@ -28,8 +29,7 @@ _CROSSING_READERS = 4
 _MAX_SEEN = 32  # values, in a search through elementwise readers
 
 
-@dataclass(frozen=True)
-class ValueReader:
+class ValueReader(NamedTuple):
     """A node that reads a value, and whether it needs it in memory."""
 
     node: int
@@ -71,9 +71,7 @@ class Fusion:
     # -- kinds of nodes
 
     def is_unfused(self, node: Node) -> bool:
-        if node.kind is NodeKind.MERGE:
-            return True
-        return node.name in UNFUSED and node.name not in _FUSED_SLICES
+        return node.kind is NodeKind.MERGE or node.name in _READS_MEMORY
 
     def is_elementwise(self, index: int) -> bool:
         node = self.flow.nodes[index]
@@ -118,25 +116,28 @@ class Fusion:
     def read_from_memory(self) -> frozenset[int]:
         """Written values and their views."""
         in_memory = set(self.written)
-        for node in self.flow.nodes:
-            if self.flow.is_view(node) and in_memory.issuperset(node.operands):
+        for node, is_view in zip(self.flow.nodes, self.flow.views, strict=True):
+            if is_view and in_memory.issuperset(node.operands):
                 in_memory.update(node.results)
         return frozenset(in_memory)
 
     # -- readers
 
     def _find_readers(self) -> None:
-        for index in range(len(self.flow.nodes) - 1, -1, -1):
+        readers, views = self.readers, self.flow.views
+        for index in range(len(views) - 1, -1, -1):
             node = self.flow.nodes[index]
-            is_view = self.flow.is_view(node)
+            if views[index]:
+                through = [r for v in node.results for r in readers.get(v, ())]
+                for value in node.operands:
+                    readers.setdefault(value, []).extend(through)
+                continue
+            is_unfused = self.is_unfused(node)
             for position, value in enumerate(node.operands):
-                readers = self.readers.setdefault(value, [])
-                if is_view:
-                    readers += (r for v in node.results for r in self.readers.get(v, ()))
-                else:
-                    unfused = self.is_unfused(node) or self._is_added(index, value)
-                    is_filled = index in self._scatters and position == 0
-                    readers.append(ValueReader(index, unfused and not is_filled))
+                unfused = is_unfused or self._is_added(index, value)
+                is_filled = index in self._scatters and position == 0
+                reader = ValueReader(index, unfused and not is_filled)
+                readers.setdefault(value, []).append(reader)
 
     def _is_added(self, index: int, value: int) -> bool:
         """Whether a product is added to a value, which cuBLAS reads from memory unless it is a
@@ -149,7 +150,7 @@ class Fusion:
     # -- written values
 
     def _find_written(self) -> set[int]:
-        flow = self.flow
+        flow, views = self.flow, self.flow.views
         written: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
         work: dict[int, float] = {}  # instructions per element since the sources
@@ -157,16 +158,19 @@ class Fusion:
         made_in = frozenset(self._folded.values())
         for index, node in enumerate(flow.nodes):
             made_from: frozenset[int] = frozenset()
-            if node.kind is not NodeKind.INPUT:
-                made_from = frozenset().union(
-                    *(sources.get(v, frozenset((v,))) for v in node.operands)
-                )
-            instructions = 0.0 if flow.is_view(node) else INSTRUCTIONS.get(node.name, 1.0)
-            instructions += sum(work.get(v, 0.0) for v in node.operands)
-            transposes = flow.is_transpose(node) or any(v in transposed for v in node.operands)
+            instructions = 0.0 if views[index] else INSTRUCTIONS.get(node.name, 1.0)
+            transposes = flow.is_transpose(node)
+            for value in node.operands:
+                made = sources.get(value)
+                if made is None:  # a carry's last value, which its loop has yet to make
+                    made = frozenset((value,))
+                made_from = made_from | made if made_from else made
+                instructions += work.get(value, 0.0)
+                transposes = transposes or value in transposed
             for value in node.results:
                 if index in made_in or (
                     index not in self._folded
+                    and not views[index]
                     and self._is_written(node, value, made_from, instructions)
                 ):
                     written.add(value)
@@ -182,21 +186,20 @@ class Fusion:
         return written
 
     def _is_written(self, node: Node, value: int, made_from: frozenset[int], work: float) -> bool:
+        """Of a node that is no view."""
         flow = self.flow
         if node.kind in (NodeKind.INPUT, NodeKind.MERGE):
             return True
-        if flow.is_view(node):
-            return False
         readers = self.readers.get(value, [])
         finished = flow.finished(value)
         if finished in self.outputs and finished not in self.in_place:
             return True
-        if not readers or all(flow.nodes[r.node].kind is NodeKind.INPUT for r in readers):
+        if not readers:
             return False
         if value in flow.zeros and flow.type_of(value) in self._zero_types:
             return any(flow.zeros.isdisjoint(flow.nodes[r.node].results) for r in readers)
         fused = [r for r in readers if not r.unfused]
-        if len(fused) < len(readers) or node.name in UNFUSED - _FUSED_SLICES:
+        if len(fused) < len(readers) or node.name in _READS_MEMORY:
             return True
         if node.name in REDUCTIONS:
             return True

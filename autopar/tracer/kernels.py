@@ -77,41 +77,38 @@ class _Kernels:
     ) -> None:
         self.nodes, self.values = nodes, values
         self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
+        self.views = [n.kind in (NodeKind.USE, NodeKind.FINISH) or n.name in VIEWS for n in nodes]
+        self.source = self.sources_of_views()
+        self.elements = [prod(value.shape) for value in values]
         finish = {n.operands[0]: n.results[0] for n in nodes if n.kind is NodeKind.FINISH}
-        self.written = {v for v in in_memory if not self.is_view(self.producer[v])}
+        self.written = {v for v in in_memory if not self.views[self.producer[v]]}
         updated, kept = set(in_place), {*outputs, *in_place}
         self.written |= {v for v in self.producer if finish.get(v, v) in updated}
         self.is_result = {v for v in self.producer if finish.get(v, v) in kept}
         self.users: dict[int, list[int]] = {}  # a written value -> ops that read it
         for index, node in enumerate(nodes):
-            for operand in () if self.is_view(index) else node.operands:
-                self.users.setdefault(self.source(operand), []).append(index)
+            for operand in () if self.views[index] else node.operands:
+                self.users.setdefault(self.source[operand], []).append(index)
         self.parts: dict[int, _OpTraffic] = {}
         self.kernels: list[_Kernel] = []
         self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
         self.readers: dict[int, list[_Kernel]] = {}  # a large written value -> its kernels
 
-    def is_view(self, index: int) -> bool:
-        node = self.nodes[index]
-        return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
-
-    def source(self, value: int) -> int:
-        """The value that a view is a view of."""
-        index = self.producer[value]
-        while self.is_view(index) and self.nodes[index].operands:
-            value = self.nodes[index].operands[0]
-            index = self.producer[value]
-        return value
+    def sources_of_views(self) -> list[int]:
+        """Per value, the one that it is a view of, or itself."""
+        source = list(range(len(self.values)))
+        for node, is_view in zip(self.nodes, self.views, strict=True):
+            if is_view and node.operands:
+                for value in node.results:
+                    source[value] = source[node.operands[0]]
+        return source
 
     def is_source(self, value: int) -> bool:
         return value in self.written or self.nodes[self.producer[value]].kind is NodeKind.INPUT
 
-    def elements(self, value: int) -> int:
-        return prod(self.values[value].shape)
-
     def traffic(self) -> list[Traffic | None]:
         for index, node in enumerate(self.nodes):
-            if node.kind is NodeKind.OP and any(v in self.written for v in node.results):
+            if node.kind is NodeKind.OP and not self.written.isdisjoint(node.results):
                 self.add_root(index)
         for kernel in self.kernels:
             self.charge(kernel)
@@ -132,7 +129,7 @@ class _Kernels:
     def add_root(self, root: int) -> None:
         node = self.nodes[root]
         sources, members = self.made_from(root)
-        size = max((self.elements(v) for v in (*sources, *node.results)), default=0)
+        size = max((self.elements[v] for v in (*sources, *node.results)), default=0)
         fuses = node.work is None and node.name not in UNFUSED
         kernel = self.kernel_for(node, sources, size) if fuses else None
         if kernel is None:
@@ -146,7 +143,7 @@ class _Kernels:
             if value in self.written:
                 self.writer[value] = kernel
         for value in sources:
-            if fuses and self.elements(value) > _SMALL:
+            if fuses and self.elements[value] > _SMALL:
                 readers = self.readers.setdefault(value, [])
                 if kernel not in readers:
                     readers.append(kernel)
@@ -157,7 +154,7 @@ class _Kernels:
         members, frontier = {root}, [root]
         while frontier and len(members) < _MAX_MEMBERS:
             for operand in self.nodes[frontier.pop()].operands:
-                value = self.source(operand)
+                value = self.source[operand]
                 maker = self.producer[value]
                 if self.is_source(value):
                     sources.add(value)
@@ -171,7 +168,7 @@ class _Kernels:
         joins = self.sums_rows(node) or not node.name.startswith(_REDUCTIONS)
         candidates: list[_Kernel] = []
         for value in sources:
-            if self.elements(value) < size or size <= _SMALL:
+            if self.elements[value] < size or size <= _SMALL:
                 continue
             candidates += self.readers.get(value, ())
             writer = self.writer.get(value)
@@ -194,7 +191,7 @@ class _Kernels:
             writer = self.writer.get(value)
             if writer is kernel:
                 if not (
-                    joins and self.is_elementwise(value) and self.elements(value) == kernel.size
+                    joins and self.is_elementwise(value) and self.elements[value] == kernel.size
                 ):
                     return True
             elif writer is not None:
@@ -232,8 +229,8 @@ class _Kernels:
             node, part = self.nodes[index], self.part(index)
             part.instructions += self.instructions(node)
             for position, operand in enumerate(node.operands):
-                value = self.source(operand)
-                if self.is_source(value) and value not in seen and value not in made:
+                value = self.source[operand]
+                if value not in seen and value not in made and self.is_source(value):
                     seen.add(value)
                     self.add(part, position, self.read_bytes(node, position, operand), stream)
             for position, value in enumerate(node.results):
@@ -256,7 +253,8 @@ class _Kernels:
         if node.name in UNFUSED or node.name in VIEWS:
             return 0.0
         values = node.operands if node.name.startswith(_REDUCTIONS) else node.results
-        return INSTRUCTIONS.get(node.name, 1.0) * max(map(self.elements, values), default=0)
+        elements = max((self.elements[v] for v in values), default=0)
+        return INSTRUCTIONS.get(node.name, 1.0) * elements
 
     def written_bytes(self, node: Node, value: int) -> float:
         size = float(self.values[value].num_bytes)

@@ -124,11 +124,14 @@ class _Sweep:
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
             end = self.times[index]
-            if not any(v in written for v in node.results) and node.results:
-                end = max(end, *(ends.get(v, end) for v in node.results))
+            if written.isdisjoint(node.results):
+                for value in node.results:
+                    end = max(end, ends.get(value, end))
             node_ends[index] = end
             for value in node.operands:
-                _extend(ends, value, self.after_loops(value, index, end))
+                needed = self.after_loops(value, index, end) if self.loops else end
+                if needed > ends.get(value, -1):
+                    ends[value] = needed
         for index, node in enumerate(self.nodes):
             if node.kind is NodeKind.MERGE:  # a carry reads a later result of its loop's body
                 for value in node.operands:
@@ -199,6 +202,9 @@ class _Sweep:
         (`is_summed_with`). What changes part of an array takes over that array, and a product that
         is added to an array takes over this one."""
         fusion, flow = self.fusion, self.flow
+        made_with: dict[int, set[int]] = {}  # value -> what others of its kernel are made of
+        for value, made in self.merged.items():
+            made_with.setdefault(made, set()).update(fusion.made_from[value])
         for value, sources in fusion.made_from.items():
             made_from: Collection[int] = sources
             node = flow.maker(value)
@@ -217,9 +223,7 @@ class _Sweep:
                 ]
             if value in self.merged:
                 continue  # what it reads, the kernel's other result is made of too
-            shared = {
-                s for v, made in self.merged.items() if made == value for s in fusion.made_from[v]
-            }
+            shared = made_with.get(value, ())
             for source in made_from:
                 if source in shared:
                     continue

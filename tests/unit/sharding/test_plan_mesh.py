@@ -18,6 +18,7 @@ from autopar.sharding import plan_mesh
 from autopar.sharding.budget import GOOD_GAP
 from autopar.sharding.plan_mesh import ShardingTask, peak_floor
 from autopar.sharding.planning_log import PlanningLog
+from autopar.tracer import known_graphs
 from autopar.tracer.trace_step import trace_step
 from examples.models import build
 
@@ -33,7 +34,7 @@ def product(x: Any, y: Any) -> Any:
 @pytest.fixture
 def share_without_rules(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Graphs in which this share of the flops has no rule, for a failure."""
-    build = plan_mesh.build_graph
+    build = known_graphs.build_graph
 
     def built(step: Any, **options: Any) -> Graph:
         graph = build(step, **options)
@@ -41,7 +42,7 @@ def share_without_rules(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
         unruled = Unruled("dot_general", "model.py:3", "runs replicated", 1, flops, FAILURE)
         return replace(graph, unruled=(unruled,))
 
-    monkeypatch.setattr(plan_mesh, "build_graph", built)
+    monkeypatch.setattr(known_graphs, "build_graph", built)
 
 
 @pytest.mark.usefixtures("share_without_rules")
