@@ -155,14 +155,12 @@ def transfer_seconds(executable: Any, state: Any) -> float:
     held = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST_KIND]
     largest = max(held, key=lambda x: x.nbytes)
     there, here = largest.sharding, largest.sharding.with_memory_kind("device")
-
-    def both(on_host: Any, on_device: Any) -> Any:
-        to, back = jax.memory.Space.Device, jax.memory.Space.Host
-        return jax.device_put(on_host, to), jax.device_put(on_device + 1, back)
-
-    program = jax.jit(both, in_shardings=(there, here), out_shardings=(here, there))
     on_device = jax.device_put(largest, here)
-    once = seconds(lambda: jax.block_until_ready(program(largest, on_device)), 3)
+
+    def both() -> None:
+        jax.block_until_ready(jax.device_put([largest, on_device], [here, there]))
+
+    once = seconds(both, 3)
     return once * executable.host_bytes() / (largest.nbytes / len(largest.sharding.device_set))
 
 
@@ -289,6 +287,7 @@ def compile_programs(size: Size, share: float) -> Iterator[dict[str, Any]]:
         text = lowered.as_text()
         if text not in known:
             known[text] = gpu_hlo.peak_bytes(lowered.compile())
+        there = there.union(slot for _, slot in program.fetches)
         unread = [s for s in there.difference(program.reads) if s not in programs.on_host]
         held = sum(
             programs.slots[s].dtype.itemsize * int(np.prod(programs.slots[s].shape)) for s in unread

@@ -17,16 +17,20 @@ HOST_KIND = "pinned_host"  # JAX's name for the memory
 
 @dataclass(frozen=True)
 class HostProgram:
-    """One program: a function from what it reads to what it writes, both slots.
+    """One program: a function from what it reads to what it writes, both slots on the device.
 
-    used_up: slots that no later program reads, and that the step may overwrite or free.
+    fetches: (slot in host memory, slot that the program reads): moved before it runs.
+    stores:  (slot that the program writes, slot in host memory): moved after it has run.
+    used_up: slots that nothing reads later, and that the step may overwrite or free.
     """
 
     name: str
     function: Callable[..., list[Any]]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    used_up: tuple[int, ...]
+    fetches: tuple[tuple[int, int], ...] = ()
+    stores: tuple[tuple[int, int], ...] = ()
+    used_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """A step with state in host memory, as programs: from a `PlannedStep` to `HostPrograms`.
 
-    main       forward, backward, everything that needs no state in host memory
-    fetch      the first group of state → the device
-    update k   updates group k and stores it in host memory, and fetches group k + 1
+    step       forward, backward, everything that needs no state in host memory
+    update k   updates group k, whose state is fetched before and stored after it
 
-After the step's arguments come the slots of results, of values that updates read, and of state that
-was fetched.
+After the step's arguments come the slots of results, of values that updates read, and of state
+while it is on the device. Programs move nothing between the memories: inside a program, XLA fetches
+only after it has stored, though the link carries both at once.
 """
 
 from __future__ import annotations
@@ -69,12 +69,8 @@ class _Lowering:
                 sharding = self._spec_sharding(tensor, None)
                 self.slot_of[value] = self._new_slot(aval.shape, aval, sharding)
         self._add_main()
-        first = self.cut.groups[0].inputs
-        on_device = self._fetched(first)
-        reads = tuple(self.host_slot[i] for i in first)
-        self._add("fetch", _to_device, reads, on_device)
         for number in range(len(self.cut.groups)):
-            on_device = self._add_update(number, on_device)
+            self._add_update(number)
         return HostPrograms(
             tuple(self._with_used_up()),
             tuple(self.slots),
@@ -103,16 +99,9 @@ class _Lowering:
         spec = to_partition_spec(unreduced_layout(layout), len(shape), mesh.axis_names)
         return self._new_slot(shape, aval, NamedSharding(mesh, spec))  # type: ignore[arg-type]
 
-    def _fetched(self, inputs: Sequence[int]) -> tuple[int, ...]:
-        """New slots for state on the device."""
-        return tuple(
-            self._new_slot(
-                self.step.avals[i].shape,
-                self.step.avals[i],
-                self._spec_sharding(self.plan.inputs[i], None),
-            )
-            for i in inputs
-        )
+    def _device_slot(self, aval: Any, tensor: Any) -> int:
+        """Of state in host memory, while it is on the device."""
+        return self._new_slot(aval.shape, aval, self._spec_sharding(tensor, None))
 
     def _output_slot(self, output: int, is_hosted: bool) -> int:
         aval, tensor = self.step.out_avals[output], self.plan.outputs[output]
@@ -123,15 +112,6 @@ class _Lowering:
         return self.outputs[output]
 
     # -- programs
-
-    def _add(
-        self,
-        name: str,
-        function: Callable[..., list[Any]],
-        reads: tuple[int, ...],
-        writes: tuple[int, ...],
-    ) -> None:
-        self.programs.append(HostProgram(name, function, reads, writes, ()))
 
     def _function(
         self,
@@ -185,11 +165,10 @@ class _Lowering:
             writes.append(self.slot_of[value])
         inputs = [v for i, v in enumerate(self.program.inputs) if i not in self.hosted]
         reads = tuple(self.slot_of[v] for v in inputs)
-        self._add("step", self._function(early, inputs, outputs), reads, tuple(writes))
+        main = self._function(early, inputs, outputs)
+        self.programs.append(HostProgram("step", main, reads, tuple(writes)))
 
-    def _add_update(self, number: int, on_device: tuple[int, ...]) -> tuple[int, ...]:
-        """Adds the update of a group whose state is in the slots `on_device`; returns the slots of
-        the next group."""
+    def _add_update(self, number: int) -> None:
         group = self.cut.groups[number]
         equations = self._equations(*group.equations)
         made = {value for equation, _ in equations for value in equation.results}
@@ -205,27 +184,23 @@ class _Lowering:
         results.sort(key=stored.__contains__)
         outputs = [(self.program.outputs[o], self.sharding.outputs[o]) for o in results]
         update = self._function(equations, [*others, *own], outputs)
-        is_stored = [o in stored for o in results]
-        after = self.cut.groups[number + 1].inputs if number + 1 < len(self.cut.groups) else ()
-        num_own = len(others) + len(own)
-
-        def run(*arrays: Any) -> list[Any]:
-            new = update(*arrays[:num_own])
-            placed = [
-                jax.device_put(array, jax.memory.Space.Host) if on_host else array
-                for array, on_host in zip(new, is_stored, strict=True)
-            ]
-            return placed + _to_device(*arrays[num_own:])
-
-        writes = [self._output_slot(o, o in stored) for o in results]
-        fetched = self._fetched(after)
-        reads = (
-            *(self.slot_of[v] for v in others),
-            *on_device,
-            *(self.host_slot[i] for i in after),
+        fetches = tuple(
+            (self.host_slot[i], self._device_slot(self.step.avals[i], self.plan.inputs[i]))
+            for i in group.inputs
         )
-        self._add(f"update_{number}", run, reads, (*writes, *fetched))
-        return fetched
+        reads = (*(self.slot_of[v] for v in others), *(slot for _, slot in fetches))
+        writes, stores = [], []
+        for o in results:
+            final = self._output_slot(o, o in stored)
+            if o in stored:
+                made_here = self._device_slot(self.step.out_avals[o], self.plan.outputs[o])
+                stores.append((made_here, final))
+                writes.append(made_here)
+            else:
+                writes.append(final)
+        self.programs.append(
+            HostProgram(f"update_{number}", update, reads, tuple(writes), fetches, tuple(stores))
+        )
 
     def _with_used_up(self) -> list[HostProgram]:
         """The programs with what each is the last to read. Arguments are kept unless donated."""
@@ -235,13 +210,11 @@ class _Lowering:
         done: list[HostProgram] = []
         read_later: set[int] = set()
         for program in reversed(self.programs):
+            read = (*(host for host, _ in program.fetches), *program.reads)
+            moved = tuple(slot for slot, _ in program.stores)
             used_up = tuple(
-                dict.fromkeys(s for s in program.reads if s not in read_later and s not in kept)
+                dict.fromkeys(s for s in (*read, *moved) if s not in read_later and s not in kept)
             )
-            read_later.update(program.reads)
+            read_later.update(read)
             done.append(replace(program, used_up=used_up))
         return done[::-1]
-
-
-def _to_device(*arrays: Any) -> list[Any]:
-    return [jax.device_put(array, jax.memory.Space.Device) for array in arrays]

@@ -1,9 +1,9 @@
 """A step with state in host memory, on one mesh of this process: `HostMemoryExecutable`.
 
 Programs are dispatched one after the other, and a program starts when the one before it is done.
-Inside an update program, the state of its group is stored while that of the next group is fetched:
-the two directions of the link to the host run at once. Two programs are in flight at most, since
-JAX allocates the results of a program when it is dispatched.
+While a group of state is updated and stored, the next one is fetched: both directions of the link
+to the host are used at once. Three groups at most are on the device, since JAX allocates the
+results of programs and copies when they are dispatched.
 """
 
 from __future__ import annotations
@@ -62,13 +62,19 @@ class HostMemoryExecutable(Executable):
         self._free_moved(leaves, slots)
         slots += [None] * (len(self.programs.slots) - len(slots))
         log = None if recorder is None else recorder.begin(self.description).logs[0]
-        for number, program in enumerate(self.programs.programs):
+        programs = self.programs.programs
+        for number, program in enumerate(programs):
             if number >= _IN_FLIGHT:
                 jax.block_until_ready(self._watched(slots, number - _IN_FLIGHT))
+            if number + 1 < len(programs) and number > 0:
+                self._move(slots, programs[number + 1].fetches)
             began_s = clock()
             results = self._dispatch(compiled[program.name], [slots[s] for s in program.reads])
             for slot, result in zip(program.writes, results, strict=True):
                 slots[slot] = result
+            if number == 0 and len(programs) > 1:
+                self._move(slots, programs[1].fetches)
+            self._move(slots, program.stores)
             for slot in program.used_up:
                 if not slots[slot].is_deleted():
                     slots[slot].delete()
@@ -78,11 +84,22 @@ class HostMemoryExecutable(Executable):
                 log.ends_with(number, self._watched(slots, number), may_vanish=True)
         return [slots[slot] for slot in self.programs.outputs]
 
+    def _move(self, slots: list[Any], moves: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy arrays from one memory to the other."""
+        places = [self.programs.slots[to].sharding for _, to in moves]
+        for (_, to), copy in zip(
+            moves, jax.device_put([slots[s] for s, _ in moves], places), strict=True
+        ):
+            slots[to] = copy
+
     def _watched(self, slots: Sequence[Any], number: int) -> list[Any]:
-        """What is ready when a program is done, and not used up by the next: its smallest result
-        that the step returns, or else one that the next program still has."""
+        """What is ready when a program and its stores are done, and not used up by the next: what
+        it stores, or else its smallest result that the step returns or the next program has."""
+        program = self.programs.programs[number]
+        if program.stores:
+            return [slots[to] for _, to in program.stores]
         returned = set(self.programs.outputs)
-        there = [s for s in self.programs.programs[number].writes if slots[s] is not None]
+        there = [s for s in program.writes if slots[s] is not None]
         best = [s for s in there if s in returned] or there
         return [min((slots[s] for s in best), key=lambda array: array.size)] if best else []
 
@@ -174,13 +191,13 @@ class HostMemoryExecutable(Executable):
             )
 
     def _overwritten(self, program: HostProgram) -> tuple[int, ...]:
-        """Arguments of the step whose buffers the program's results may take over, by position
-        among its reads. Host memory is only freed."""
-        used_up = {s for s in program.used_up if s < len(self.avals)}
+        """Arguments of the step and fetched state whose buffers its results may take over, by
+        position among its reads."""
+        fetched = {slot for _, slot in program.fetches}
         return tuple(
             position
             for position, slot in enumerate(program.reads)
-            if slot in used_up and not self.programs.is_on_host(slot)
+            if slot in program.used_up and (slot < len(self.avals) or slot in fetched)
         )
 
     # -- inspection
@@ -196,12 +213,16 @@ class HostMemoryExecutable(Executable):
     def mesh_memory_bytes(self) -> tuple[int]:
         """Peak bytes per device: of each program by XLA, with the arrays on the device that it does
         not touch."""
-        alive = {s for s in range(len(self.avals)) if not self.programs.is_on_host(s)}
-        peak = 0
-        for program in self.programs.programs:
-            apart = sum(self._bytes(s) for s in alive - set(program.reads))
+        on_host, programs = self.programs.is_on_host, self.programs.programs
+        alive = {s for s in range(len(self.avals)) if not on_host(s)}
+        peak, storing = 0, set[int]()
+        for number, program in enumerate(programs):
+            after = programs[number + 1].fetches if 0 < number < len(programs) - 1 else ()
+            alive |= {slot for _, slot in (*program.fetches, *after)}
+            apart = sum(self._bytes(s) for s in (alive | storing) - set(program.reads))
             peak = max(peak, apart + self._device_bytes(program))
-            alive |= {s for s in program.writes if not self.programs.is_on_host(s)}
+            storing = {slot for slot, _ in program.stores}
+            alive |= set(program.writes)
             alive -= set(program.used_up)
         return (peak,)
 
@@ -218,18 +239,11 @@ class HostMemoryExecutable(Executable):
         return size * (getattr(info.dtype, "itemsize", 0) or 0)
 
     def _device_bytes(self, program: HostProgram) -> int:
-        """XLA's bytes of a program, without those in host memory. XLA counts these apart where the
-        platform tells it of its memories."""
+        """XLA's bytes of a program."""
         stats = self.compiled[program.name].memory_analysis()
         assert stats is not None
         total = stats.argument_size_in_bytes + stats.output_size_in_bytes
-        total += stats.temp_size_in_bytes - stats.alias_size_in_bytes
-        on_host = self.programs.is_on_host
-        read = sum(self._bytes(s) for s in program.reads if on_host(s))
-        written = sum(self._bytes(s) for s in program.writes if on_host(s))
-        total -= max(0, read - stats.host_argument_size_in_bytes)
-        total -= max(0, written - stats.host_output_size_in_bytes)
-        return int(total)
+        return int(total + stats.temp_size_in_bytes - stats.alias_size_in_bytes)
 
 
 def check_host_memory(name: str, mesh: Mesh) -> None:

@@ -87,17 +87,25 @@ def one() -> Lowered:
     return lowered()
 
 
-def test_an_update_fetches_the_state_of_the_next(one: Lowered) -> None:
-    assert one.planned.traced.host is not None
-    groups = one.planned.traced.host.groups
-    programs = one.programs.programs
+def test_an_update_fetches_the_state_of_its_group_and_stores_what_it_becomes(one: Lowered) -> None:
+    step = one.planned.traced
+    assert step.host is not None
+    groups, programs = step.host.groups, one.programs.programs
     assert len(groups) > 1
-    assert [p.name for p in programs] == [
-        "step", "fetch", *(f"update_{k}" for k in range(len(groups)))
-    ]  # fmt: skip
-    on_host = one.programs.is_on_host
-    fetching = [tuple(slot for slot in p.reads if on_host(slot)) for p in programs]
-    assert fetching == [(), *(tuple(group.inputs) for group in groups), ()]
+    assert [p.name for p in programs] == ["step", *(f"update_{k}" for k in range(len(groups)))]
+    assert programs[0].fetches == programs[0].stores == ()
+    new_of = dict(step.state)
+    for program, group in zip(programs[1:], groups, strict=True):
+        assert [host for host, _ in program.fetches] == list(group.inputs)
+        assert {slot for _, slot in program.fetches} <= set(program.reads)
+        assert {slot for slot, _ in program.stores} <= set(program.writes)
+        stored = {one.programs.outputs[new_of[i]] for i in group.inputs}
+        assert {host for _, host in program.stores} == stored
+
+
+def test_programs_read_and_write_the_device_alone(one: Lowered) -> None:
+    for program in one.programs.programs:
+        assert not any(map(one.programs.is_on_host, (*program.reads, *program.writes)))
 
 
 def test_state_in_host_memory_stays_there_and_nothing_else_is_put_there(one: Lowered) -> None:
@@ -118,11 +126,13 @@ def test_a_slot_is_read_after_it_was_written_and_before_it_is_used_up(donate: bo
     programs, num_arguments = found.programs, len(found.planned.traced.program.inputs)
     there = set(range(num_arguments))
     for program in programs.programs:
+        assert there.issuperset(host for host, _ in program.fetches), program.name
+        there |= {slot for _, slot in program.fetches}
         assert there.issuperset(program.reads), program.name
         assert there.isdisjoint(program.writes), program.name
-        assert set(program.used_up) <= set(program.reads)
+        there |= {*program.writes, *(host for _, host in program.stores)}
+        assert there.issuperset(program.used_up)
         assert len(set(program.used_up)) == len(program.used_up)
-        there |= set(program.writes)
         there -= set(program.used_up)
     assert there.issuperset(programs.outputs)
     kept = there & set(range(num_arguments))
@@ -135,9 +145,9 @@ def test_a_slot_is_read_after_it_was_written_and_before_it_is_used_up(donate: bo
 
 def test_what_stays_on_the_device_is_returned_first_by_an_update(one: Lowered) -> None:
     """It takes over donated buffers, one after another."""
-    returned = set(one.programs.outputs)
-    for program in one.programs.programs[2:]:
-        is_stored = [slot in one.programs.on_host for slot in program.writes if slot in returned]
+    for program in one.programs.programs[1:]:
+        moved = {slot for slot, _ in program.stores}
+        is_stored = [slot in moved for slot in program.writes]
         assert is_stored == sorted(is_stored) and any(is_stored)
 
 
@@ -152,6 +162,8 @@ def test_the_programs_one_after_the_other_are_the_step(one: Lowered) -> None:
     ]
     slots += [None] * (len(programs.slots) - len(slots))
     for program in programs.programs:
+        for host, slot in program.fetches:
+            slots[slot] = jax.device_put(slots[host], programs.slots[slot].sharding)
         places = [programs.slots[slot].sharding for slot in program.writes]
         results = jax.jit(program.function, out_shardings=places)(
             *(slots[s] for s in program.reads)
@@ -159,6 +171,8 @@ def test_the_programs_one_after_the_other_are_the_step(one: Lowered) -> None:
         for slot, result in zip(program.writes, results, strict=True):
             assert result.shape == programs.slots[slot].shape
             slots[slot] = result
+        for slot, host in program.stores:
+            slots[host] = jax.device_put(slots[slot], programs.slots[host].sharding)
         for slot in program.used_up:
             slots[slot] = None
     found = [slots[slot] for slot in programs.outputs]

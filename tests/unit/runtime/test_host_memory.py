@@ -53,7 +53,7 @@ def test_programs_run_once_and_equal_ones_are_compiled_once(ran: Any) -> None:
     executable = ran[0].last_executable
     assert isinstance(executable, HostMemoryExecutable)
     groups = executable.plan.host.num_groups
-    assert executable.names == ("step", "fetch", *(f"update_{k}" for k in range(groups)))
+    assert executable.names == ("step", *(f"update_{k}" for k in range(groups)))
     assert set(executable.num_runs().values()) == {1}
     updates = [executable.compiled[f"update_{k}"] for k in range(groups)]
     assert len({id(program) for program in updates}) < groups
