@@ -44,6 +44,8 @@ from autopar.tracer.costs import aval_bytes, program_flops
 _FEWEST_LAUNCHES = 6
 # The time that the next way to plan a step takes, relative to all before it; a guess.
 _NEXT_WAY = 0.25
+# Of the time, for a first plan of a step that scans its layers.
+_EARLY = 0.2
 # Of what a backward pass reads, the part that must be in memory (see `rewrite.residuals`).
 _HELD_SHARE = 1 / 3
 # Across hosts, solve a plan on one mesh if tables put it no further behind than this.
@@ -225,18 +227,25 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     split over the devices, and gather parameters less often. Across hosts, a pipeline of one stage
     gives way to one program on that mesh, unless that is clearly slower: short of memory, two
     programs per micro-batch may have it easier."""
+    early = _early_on_one_mesh(task)
+    if early is not None and not _has_time(task, "pipelines"):
+        outcomes.tried[PIPELINES] = "not tried: there was no time left"
+        return _with_notes(early, early.plan.estimated_step_s, note=outcomes.tried[PIPELINES])
     pipeline = outcomes.as_pipeline()
     if pipeline is None:
-        planned = _fitted_on_one_mesh(task, outcomes)
+        planned = early
+        if early is None or _has_time(task, "one mesh"):
+            planned = _faster(early, _fitted_on_one_mesh(task, outcomes))
         if planned is None:
             return None
         note = outcomes.tried[PIPELINES]
         return _with_notes(planned, planned.plan.estimated_step_s, note=note)
     plan, pipeline_s = pipeline.plan, pipeline.plan.estimated_step_s
     numbers = _numbers_on_one_mesh(task, pipeline)
-    if not numbers:
+    if not numbers and early is None:
         return pipeline
     best = pipeline if plan.num_stages > 1 or task.cluster.num_hosts == 1 else None
+    best = _faster(best, early)
     whole_s = inf
     for number in numbers:
         if best is not None and _recomputed_s(task, number) >= best.plan.estimated_step_s:
@@ -253,6 +262,32 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     if best is None or best.plan.estimated_step_s > _WORTH_SOLVING * pipeline_s:
         best = pipeline
     return _with_notes(best, whole_s, plan.search)
+
+
+def _faster(one: PlannedStep | None, other: PlannedStep | None) -> PlannedStep | None:
+    there = [planned for planned in (one, other) if planned is not None]
+    return min(there, key=lambda planned: planned.plan.estimated_step_s, default=None)
+
+
+def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
+    """A plan on one mesh with the fewest micro-batches that fit, in a small share of the time. A
+    step that scans its layers is short as one program and long as a pipeline, whose layers are
+    written out, so such a plan costs little and is there if pipelines take too long."""
+    if not task.number_is_free or not any(layer.trips > 1 for layer in task.layers or ()):
+        return None
+    rows = batch_rows(task.source.whole)
+    tries = _MicroBatchTries(task)
+    whole = task.log.deadline
+    with task.log.sharing(_EARLY):
+        for number in (2**k for k in range(rows.bit_length()) if rows % 2**k == 0):
+            if not _may_fit(task, number) or tries.is_too_large(number):
+                continue
+            planned = tries.plan(number)
+            if planned is not None:
+                return planned
+            if whole.allows() and not task.log.deadline.allows():
+                return None  # pipelines have time
+    return None
 
 
 def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
@@ -340,13 +375,14 @@ def _cut_plans(task: AutoTask, outcomes: _Outcomes) -> Iterator[PlannedStep]:
     rows = batch_rows(task.source.whole)
     numbers = [2**k for k in range(1, rows.bit_length()) if rows % 2**k == 0]
     tried = _MicroBatchTries(task)
-    if not task.log.deadline.allows():  # begin with the fewest that are likely to fit
+    if not task.log.deadline.allows():  # only those that are likely to fit
         likely = next((number for number in numbers if _may_fit(task, number)), None)
-        if likely is not None:
+        while likely is not None:
             planned = tried.plan(likely)
             if planned is not None:
                 yield planned
             numbers = [number for number in numbers if number > likely]
+            likely = next((n for n in numbers if tried.may_fit_after(likely, n)), None)
     if not tried.all_are_too_large(numbers):
         for number in numbers:
             planned = tried.plan(number)
@@ -358,10 +394,12 @@ def _cut_plans(task: AutoTask, outcomes: _Outcomes) -> Iterator[PlannedStep]:
 
 @dataclass
 class _MicroBatchTries:
-    """Plans on one mesh with more and more micro-batches. `found`: a number -> why it has none."""
+    """Plans on one mesh with more and more micro-batches. `found`: a number -> why it has none;
+    `peaks`: a number -> the least memory that it took."""
 
     task: AutoTask
     found: dict[int, str] = field(default_factory=dict)
+    peaks: dict[int, float] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
 
     def plan(self, number: int) -> PlannedStep | None:
@@ -369,24 +407,38 @@ class _MicroBatchTries:
             return plan_whole(self.task.whole(number))
         except MemoryBudgetError as error:
             self._note_need(number, error.peak_bytes)
+            self.peaks[number] = error.peak_bytes
         except Exception as error:
             self._note_refusal(number, error)
         return None
+
+    def may_fit_after(self, tried: int, number: int) -> bool:
+        """Whether more micro-batches may fit, by what fewer took: all but the state gets less."""
+        if tried not in self.peaks:
+            return True
+        state = self.task.state_bytes / self.task.cluster.num_devices
+        rest = max(0.0, self.peaks[tried] - state) * tried / number
+        return state + rest <= self.task.budget_bytes
 
     def all_are_too_large(self, numbers: Sequence[int]) -> bool:
         """Whether even the most micro-batches that the step can have are too large. That is soon
         known, and fewer need more."""
         for number in reversed(numbers):
-            try:
-                floor = self.task.whole(number).peak_floor(self.task.budget_bytes)
-            except Exception as error:
-                self._note_refusal(number, error)
-                continue
-            if floor <= self.task.budget_bytes:
-                return False
-            self._note_need(number, floor)
-            return True
+            is_too_large = self.is_too_large(number)
+            if is_too_large is not None:
+                return is_too_large
         return True
+
+    def is_too_large(self, number: int) -> bool | None:
+        """Whether so many need more than there is, in any layout; None if they are refused."""
+        try:
+            floor = self.task.whole(number).peak_floor(self.task.budget_bytes)
+        except Exception as error:
+            self._note_refusal(number, error)
+            return None
+        if floor > self.task.budget_bytes:
+            self._note_need(number, floor)
+        return floor > self.task.budget_bytes
 
     def _note_need(self, number: int, peak_bytes: float) -> None:
         self.found[number] = f"{number} of them need {format_bytes(peak_bytes)} per device or more"

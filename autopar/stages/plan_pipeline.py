@@ -230,6 +230,8 @@ def _fitted(
         try:
             return _best_solved(task, looped, search.report, until_misfit=True), search
         except MemoryBudgetError as error:
+            if not task.to_the_end and not task.log.deadline.allows():
+                raise  # the caller has other ways, which are likelier to fit
             misfit = error
             again = _with_less_room(task, search, excess)
             if again is None:

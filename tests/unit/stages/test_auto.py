@@ -273,3 +273,38 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
     monkeypatch.setattr(auto, "plan_whole", plan_whole)
     assert auto._fitted_on_one_mesh(task, auto._Outcomes(task)) == "a plan"
     assert numbers == ([4] if is_late else [1, 2, 4])
+
+
+def scanned_step(stack: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+    def loss(stack: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], stack)
+        return jnp.mean(x**2)
+
+    value, grads = jax.value_and_grad(loss)(stack)
+    return stack - 0.1 * grads, value
+
+
+@pytest.mark.parametrize("planning_time_s", [1e-6, None])
+def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
+    monkeypatch: pytest.MonkeyPatch, planning_time_s: float | None
+) -> None:
+    """Pipelines write the layers out, which takes time that there may not be."""
+    stack = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32)
+    batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    budget = 44 * 2**20
+    options = autopar.ShardingOptions(memory_budget_bytes=budget, planning_time_s=planning_time_s)
+    searched: list[bool] = []
+    search = auto.AutoTask.as_pipeline
+
+    def as_pipeline(task: auto.AutoTask) -> PlannedStep:
+        searched.append(True)
+        return search(task)
+
+    monkeypatch.setattr(auto.AutoTask, "as_pipeline", as_pipeline)
+    method = autopar.AutoParallel(options=options)
+    plan = autopar.plan(scanned_step, stack, batch, cluster=HOSTS, method=method)
+    assert plan.estimated_peak_bytes <= budget
+    assert bool(searched) == (planning_time_s is None)
+    if not searched:
+        assert not plan.is_pipeline and plan.num_micro_batches > 1
+        assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
