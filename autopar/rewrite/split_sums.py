@@ -148,9 +148,7 @@ class _SumSplitter:
             by_stage: dict[int, list[_Term]] = {}
             for term in terms:
                 if term.value != carry:
-                    maker = self.maker.get(term.value)
-                    stage = -1 if maker is None else self.stage_of[maker]
-                    by_stage.setdefault(stage, []).append(term)
+                    by_stage.setdefault(self.stage_made(term.value), []).append(term)
             if len(by_stage) > 1:
                 anywhere = by_stage.pop(-1, [])
                 by_stage[min(by_stage)] += anywhere
@@ -174,7 +172,13 @@ class _SumSplitter:
         if equation.name in LINEAR_UNARY and len(equation.operands) == 1 and all_values:
             inside: set[int] = set()
             terms = self.terms(equation.operands[0], carry, (equation, *ops), inside)
-            if len(terms) > 1:
+            # An op may stand with the addition though its operand is of another stage.
+            if len(terms) > 1 or self.stage_made(terms[0].value) != self.stage_of[maker]:
                 chain |= {maker, *inside}
                 return terms
         return [_Term(value, ops)]
+
+    def stage_made(self, value: int) -> int:
+        """The stage that makes a value; -1 if none does."""
+        maker = self.maker.get(value)
+        return -1 if maker is None else self.stage_of[maker]

@@ -21,6 +21,17 @@ def tied_loss(params: Any, batch: Any) -> Any:
     return jnp.mean(x**2)
 
 
+def mixed_loss(params: Any, batch: Any) -> Any:
+    """Each use casts the weight, as Flax's modules do, so each of its gradients is cast back."""
+
+    def cast(x: Any) -> Any:
+        return x.astype(jnp.bfloat16)
+
+    x = jnp.tanh(cast(batch["x"]) @ cast(params["tied"])) @ cast(params["middle"])
+    x = jnp.tanh(x) @ cast(params["tied"]).T
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
 def tied_parameters() -> dict[str, Any]:
     return {"tied": jnp.ones((WIDTH, 6)) / 3, "middle": jnp.ones((6, 6)) / 4}
 
@@ -33,9 +44,12 @@ def test_without_shared_weights_nothing_changes() -> None:
     assert program is step.program and loop == step.loop and stages == stage_of
 
 
+@pytest.mark.parametrize("loss", [tied_loss, mixed_loss])
 @pytest.mark.parametrize("num_micro_batches", [2, 4])
-def test_each_stage_sums_its_own_gradient_of_a_shared_weight(num_micro_batches: int) -> None:
-    step = looped(optax.sgd(0.1), tied_loss, tied_parameters(), num_micro_batches)
+def test_each_stage_sums_its_own_gradient_of_a_shared_weight(
+    num_micro_batches: int, loss: Any
+) -> None:
+    step = looped(optax.sgd(0.1), loss, tied_parameters(), num_micro_batches)
     assert step.loop is not None
     stage_of = in_layers(step, 3).layer_of
     program, loop, stages = split_sums(step.program, step.loop, stage_of)

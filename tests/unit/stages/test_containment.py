@@ -16,7 +16,7 @@ from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParal
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
 from autopar.rewrite import step_source
 from autopar.sharding import plan_mesh, plan_whole
-from autopar.stages import auto, choose_stages, layer_tables, plan_pipeline, table_bench
+from autopar.stages import auto, choose_stages, plan_pipeline, table_bench
 from autopar.tracer import rules
 
 pytestmark = pytest.mark.representatives(
@@ -185,9 +185,7 @@ def test_too_much_work_without_rules_is_an_error(
 
 
 def test_a_mesh_of_a_submesh_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    Injected(
-        monkeypatch, layer_tables, "solve_graph", lambda graph, mesh, **_: mesh.shape == (2, 2)
-    )
+    Injected(monkeypatch, table_bench, "solve_graph", lambda graph, mesh, **_: mesh.shape == (2, 2))
     pipeline = plan(PipeshardParallel(2))
     assert "mesh (2, 2) of a (1, 4) submesh: IndexError" in warning_of(pipeline)
 
