@@ -77,6 +77,11 @@ class PlanningLog:
         ):
             yield
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether some plan of the step was made."""
+        return self.best is not None and self.best.step_s < inf
+
     @contextmanager
     def sharing(self, share: float) -> Iterator[None]:
         """Work that may take a share of the time left."""

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.errors import MemoryBudgetError
+from autopar.progress import Best
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import plan_pipeline
@@ -113,6 +114,27 @@ def test_in_the_end_every_candidate_is_tried(found, monkeypatch) -> None:
     with pytest.raises(MemoryBudgetError):
         plan_pipeline._fitted(task(), looped, search, {})
     assert calls == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_past_the_deadline_nothing_is_learned_if_there_is_a_plan(
+    found, monkeypatch, has_plan: bool
+) -> None:
+    looped, search = found
+    tried, calls = task(), []
+    tried.log.best = Best(lambda: 0.0)
+    if has_plan:
+        tried.log.best.take(1.0, 0.0)
+    tried.log.deadline.interrupt()
+
+    def best_solved(*_: Any, **how: Any) -> Any:
+        calls.append(how)
+        raise MemoryBudgetError("too large", 2.0, 1.0)
+
+    monkeypatch.setattr(plan_pipeline, "_best_solved", best_solved)
+    with pytest.raises(MemoryBudgetError):
+        plan_pipeline._fitted(tried, looped, search, {})
+    assert len(calls) == (1 if has_plan else 2)
 
 
 def test_a_stage_with_what_did_not_fit_is_not_built() -> None:
