@@ -222,7 +222,8 @@ def _fitted(
 ) -> tuple[PlannedStep, StageSearch]:
     """The best pipeline, solved, and the search that found it. Where a stage of the best one by
     tables does not fit, the search is repeated with so much less room on its submesh: the next best
-    by the old tables mostly has the same fault. Not so past the deadline, if there is a plan."""
+    by the old tables mostly has the same fault. Not so past the deadline, if there is a plan or
+    another way to one."""
     task.misfits.clear()  # of another number of micro-batches
     plans = {plan.stages: plan for plan in search.report.best}
     misfit: MemoryBudgetError | None = None
@@ -230,7 +231,8 @@ def _fitted(
         try:
             return _best_solved(task, looped, search.report, until_misfit=True), search
         except MemoryBudgetError as error:
-            if task.log.has_plan and not task.log.deadline.allows():
+            has_others = task.log.has_plan or not task.to_the_end
+            if has_others and not task.log.deadline.allows():
                 raise
             misfit = error
             again = _with_less_room(task, search, excess)

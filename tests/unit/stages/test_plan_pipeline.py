@@ -116,12 +116,14 @@ def test_in_the_end_every_candidate_is_tried(found, monkeypatch) -> None:
     assert calls == [(True, False), (False, True)]
 
 
-@pytest.mark.parametrize("has_plan", [True, False])
-def test_past_the_deadline_nothing_is_learned_if_there_is_a_plan(
-    found, monkeypatch, has_plan: bool
+@pytest.mark.parametrize(
+    ("has_plan", "to_the_end", "tries"), [(True, True, 1), (False, False, 1), (False, True, 2)]
+)
+def test_past_the_deadline_nothing_is_learned_if_there_is_another_way(
+    found, monkeypatch, has_plan: bool, to_the_end: bool, tries: int
 ) -> None:
     looped, search = found
-    tried, calls = task(), []
+    tried, calls = replace(task(), to_the_end=to_the_end), []
     tried.log.best = Best(lambda: 0.0)
     if has_plan:
         tried.log.best.take(1.0, 0.0)
@@ -134,7 +136,7 @@ def test_past_the_deadline_nothing_is_learned_if_there_is_a_plan(
     monkeypatch.setattr(plan_pipeline, "_best_solved", best_solved)
     with pytest.raises(MemoryBudgetError):
         plan_pipeline._fitted(tried, looped, search, {})
-    assert len(calls) == (1 if has_plan else 2)
+    assert len(calls) == tries
 
 
 def test_a_stage_with_what_did_not_fit_is_not_built() -> None:
