@@ -2,8 +2,7 @@
 
 First all state that can lie there does. If such a plan fits, what fits into the memory that it
 leaves free comes back to the device, and the step is planned once more: every byte in host memory
-takes time in every step. The faster of the two plans is taken. If XLA was found to keep more than
-such a plan said, nothing comes back.
+takes time in every step. The faster of the two plans is taken.
 """
 
 from __future__ import annotations
@@ -61,9 +60,6 @@ def plan_with_host_memory(ways: HostWays, error: MemoryBudgetError) -> PlannedSt
         planned = ways.plan(every)
     except MemoryBudgetError as misfit:
         raise _nearer(error, misfit) from error.__cause__
-    known = ways.options.memory_correction
-    if known is not None and max(known.kept, known.recomputed) > 1:
-        return planned
     fewer = _needed(planned, every)
     if len(fewer) == len(every):
         return planned

@@ -3,7 +3,6 @@ helps."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,11 +11,9 @@ import optax
 import pytest
 
 from autopar.errors import MemoryBudgetError
-from autopar.ir.memory_found import MemoryCorrection
 from autopar.methods import ShardingOptions, ShardParallel
 from autopar.rewrite.host_cut import hostable_inputs
 from autopar.rewrite.step_source import StepSource
-from autopar.sharding import host_memory
 from autopar.sharding.host_memory import HOST_MEMORY, HostWays, plan_with_host_memory
 from autopar.tracer.trace import StepOptions, trace
 
@@ -81,26 +78,6 @@ def test_no_more_than_the_user_allows_lies_there() -> None:
     method = ShardParallel(options=ShardingOptions(host_memory=5 * one))
     _, (asked,) = tried_with(source, ERROR, method)
     assert asked == hostable_inputs(source.whole)[:5]
-
-
-@pytest.mark.parametrize("factor", [None, 0.9, 1.1])
-def test_after_a_plan_that_did_not_fit_nothing_comes_back(
-    monkeypatch: pytest.MonkeyPatch, factor: float | None
-) -> None:
-    """By XLA's count: the correction is what it kept over the prediction."""
-    source = source_of(optax.adam(1e-3))
-    every = hostable_inputs(source.whole)
-    asked: list[tuple[int, ...]] = []
-
-    def plan(inputs: tuple[int, ...]) -> Any:
-        asked.append(inputs)
-        return SimpleNamespace(plan=SimpleNamespace(estimated_step_s=len(inputs)))
-
-    monkeypatch.setattr(host_memory, "_needed", lambda planned, inputs: inputs[:5])
-    correction = None if factor is None else MemoryCorrection(factor, factor)
-    method = ShardParallel(options=ShardingOptions(memory_correction=correction))
-    plan_with_host_memory(HostWays(source, method, plan), ERROR)
-    assert asked == ([every] if factor == 1.1 else [every, every[:5]])
 
 
 @pytest.mark.parametrize(
