@@ -66,14 +66,15 @@ class HostMemoryExecutable(Executable):
         for number, program in enumerate(programs):
             if number >= _IN_FLIGHT:
                 jax.block_until_ready(self._watched(slots, number - _IN_FLIGHT))
-            if number + 1 < len(programs) and number > 0:
-                self._move(slots, programs[number + 1].fetches)
+            upcoming = programs[number + 1].fetches if number + 1 < len(programs) else ()
+            if number > 0:
+                self._move(slots, upcoming)
             began_s = clock()
             results = self._dispatch(compiled[program.name], [slots[s] for s in program.reads])
             for slot, result in zip(program.writes, results, strict=True):
                 slots[slot] = result
-            if number == 0 and len(programs) > 1:
-                self._move(slots, programs[1].fetches)
+            if number == 0:  # while it runs there may be no room for state
+                self._move(slots, upcoming)
             self._move(slots, program.stores)
             for slot in program.used_up:
                 if not slots[slot].is_deleted():

@@ -5,43 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import autopar
-from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import calibrate
 from autopar.stages.calibrate import calibrated
 from autopar.stages.choose_stages import StageSearch, choose_stages, search_within
-from autopar.stages.looped import LoopedStep, find_looped
+from autopar.stages.looped import LoopedStep
 from autopar.stages.pipeline_task import PipelineTask
-from autopar.tracer.trace import StepOptions
-
-CLUSTER = autopar.ClusterSpec(2, 2, "v100", memory_bytes=1e9, host_bandwidth=1e8)
-
-
-def train_step(weights: Any, batch: Any) -> tuple[Any, Any]:
-    def loss(weights: Any) -> Any:
-        x = batch["x"]
-        for weight in weights:
-            x = jnp.tanh(x @ weight)
-        return jnp.mean(x)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+from tests.unit.stages.small_pipeline import CLUSTER, METHOD, looped_step
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[PipelineTask, LoopedStep, StageSearch]:
-    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
-    batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    source = StepSource.of(train_step, (weights, batch), {}, StepOptions())
-    method = autopar.PipeshardParallel(4)
-    looped = find_looped(source.as_loop(4), method.layers)
-    task = PipelineTask(method, CLUSTER, PlanningLog())
-    return task, looped, choose_stages(looped, method, CLUSTER, task.log)
+    looped = looped_step()
+    task = PipelineTask(METHOD, CLUSTER, PlanningLog())
+    return task, looped, choose_stages(looped, METHOD, CLUSTER, task.log)
 
 
 def test_stages_that_take_more_are_searched_with_less(found, monkeypatch) -> None:

@@ -5,49 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import autopar
 from autopar.errors import MemoryBudgetError
 from autopar.progress import Best
-from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import plan_pipeline
 from autopar.stages.choose_stages import StageSearch, choose_stages
-from autopar.stages.looped import LoopedStep, StageSpec, find_looped
+from autopar.stages.looped import LoopedStep, StageSpec
 from autopar.stages.pipeline_task import PipelineTask, StageMisfit
-from autopar.tracer.trace import StepOptions
-
-CLUSTER = autopar.ClusterSpec(2, 2, "v100", memory_bytes=1e9, host_bandwidth=1e8)
-
-
-def train_step(weights: Any, batch: Any) -> tuple[Any, Any]:
-    def loss(weights: Any) -> Any:
-        x = batch["x"]
-        for weight in weights:
-            x = jnp.tanh(x @ weight)
-        return jnp.mean(x)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+from tests.unit.stages.small_pipeline import CLUSTER, METHOD, looped_step
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[LoopedStep, StageSearch]:
-    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
-    batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    source = StepSource.of(train_step, (weights, batch), {}, StepOptions())
-    method = autopar.PipeshardParallel(4)
-    looped = find_looped(source.as_loop(4), method.layers)
-    search = choose_stages(looped, method, CLUSTER, PlanningLog())
+    looped = looped_step()
+    search = choose_stages(looped, METHOD, CLUSTER, PlanningLog())
     peak = max(stage.peak_bytes for stage in search.choice.stages)
     return looped, replace(search, setting=replace(search.setting, memory_budget=1.05 * peak))
 
 
 def task() -> PipelineTask:
-    return PipelineTask(autopar.PipeshardParallel(4), CLUSTER, PlanningLog())
+    return PipelineTask(METHOD, CLUSTER, PlanningLog())
 
 
 def missed(task: PipelineTask, search: StageSearch, times: float) -> StageSpec:
