@@ -21,6 +21,7 @@ from autopar.errors import ArgumentError, ClusterError, MeshError, ProfileError
 from autopar.ir.mesh import ClusterSpec, device_spec, preset_of, preset_or_share
 from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
+from autopar.runtime.host_heap import release_unused_memory
 from autopar.runtime.ranks.gpu_share import gpu_share
 from autopar.runtime.ranks.machines import memory_limit, places_of_processes, ranks_per_gpu
 from autopar.runtime.ranks.process_cluster import ProcessCluster
@@ -328,6 +329,7 @@ def restart(min_devices: int | None = None) -> None:
     transport, profile = options.pop("transport", None), options.pop("profile", None)
     least = ended.wanted_devices if min_devices is None else min_devices
     shutdown()
+    release_unused_memory()
     try:
         _start_ray(None, options, transport, limits, profile, least)
         assert _current.remote is not None

@@ -5,15 +5,16 @@
     python -m benchmarks.gallery --list              # only writes the list
     python -m benchmarks.gallery --jobs 4            # four at a time
 
-Each plan is made by the default method, beside data parallelism and FSDP, in its own process. Pages
-go to docs/gallery, what the list says of them to benchmarks/results/gallery.json. Nothing is
-compiled or run; no GPU is needed.
+Each plan is made by the default method, beside the baselines of `autopar plan --baselines`, in its
+own process. Pages go to docs/gallery, what the list says of them to
+benchmarks/results/gallery.json. Nothing is compiled or run; no GPU is needed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.baselines import MEGATRON, TITLES, baselines
 from autopar.ir.text import format_seconds
 from autopar.sharding.memory_budget import RESERVE_SHARE
 from benchmarks.script import check_names, script_parser, write_json
@@ -31,9 +33,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/gallery.json"
 FOLDER = ROOT / "docs/gallery"
 LIST = ROOT / "docs/gallery.md"
-LIMIT_S = 600.0
-_OTHERS = {"data parallel": "data", "FSDP (ZeRO-3)": "zero3"}
+LIMIT_S = 1800.0
 _LIMIT_BYTES = 80e9 * (1 - RESERVE_SHARE)
+_NO_MEMORY = re.compile(r"\bfits\b|\bbudget\b")
 
 INTRODUCTION = """# Gallery of plans
 
@@ -41,10 +43,10 @@ INTRODUCTION = """# Gallery of plans
 
 What autopar chooses for well-known models on 8 and 64 H100s, 8 to a host, with everything
 automatic. Each name opens the report page of the plan, as `plan.report("plan.html")` writes it: the
-timeline by layer, how every array is cut over the mesh, what limits the step, memory, and data
-parallelism and FSDP beside it. Nothing was compiled or run: steps are predictions from the data
-sheet, which assume no overlap of communication with compute. What fits leaves a tenth of a device's
-memory free.
+timeline by layer, how every array is split over the mesh, what limits the step, memory, and
+baselines beside it. Nothing was compiled or run: steps are predictions from the data sheet, which
+assume no overlap of communication with compute. A plan fits if it leaves a tenth of a device's
+memory free; a baseline takes the fewest micro-batches that make it fit.
 """
 
 
@@ -89,21 +91,14 @@ def entries() -> dict[str, Entry]:
 def write_plan(name: str, folder: Path) -> dict[str, Any]:
     """Writes one page; what the list says of it."""
     import autopar
-    from autopar.errors import AutoparError
-    from autopar.methods import as_method
 
     entry = entries()[name]
     step, args = entry.make()
     cluster = autopar.ClusterSpec(entry.devices // 8, 8, "h100-sxm")
     plan = autopar.plan(step, *args, cluster=cluster)
-    others: dict[str, Any] = {}
-    for title, method in _OTHERS.items():
-        try:
-            others[title] = autopar.plan(
-                step, *args, cluster=cluster, method=as_method("gallery", method)
-            )
-        except AutoparError as error:
-            others[title] = str(error).splitlines()[0]
+    others = baselines(
+        plan, cluster, lambda method: autopar.plan(step, *args, cluster=cluster, method=method)
+    )
     folder.mkdir(exist_ok=True)
     plan.report(folder / f"{name}.html", compare=others)
     return {
@@ -120,27 +115,33 @@ def write_plan(name: str, folder: Path) -> dict[str, Any]:
 
 def list_text(rows: dict[str, dict[str, Any]]) -> str:
     """docs/gallery.md."""
-    lines = [INTRODUCTION, *markdown_row("model", "H100s", "plan", "step", "memory", *_OTHERS)]
-    lines += markdown_row(*["---"] * (5 + len(_OTHERS)))
+    titles = [*TITLES.values(), MEGATRON]
+    lines = [INTRODUCTION, *markdown_row("model", "H100s", "plan", "step", "memory", *titles)]
+    lines += markdown_row(*["---"] * (5 + len(titles)))
     for name, row in rows.items():
         lines += markdown_row(
             f"[{row['title']}](gallery/{name}.html)",
             str(row["devices"]),
             plan_in_short(row),
-            _in_short(row),
+            format_seconds(row["step_s"]),
             f"{row['peak_gib']:.1f} GiB",
-            *(_in_short(row["others"][title]) for title in _OTHERS),
+            *(_in_short(row["others"].get(title)) for title in titles),
         )
     about = sorted({f"JAX {row['jax']}, Python {row['python']}" for row in rows.values()})
     lines += ["", f"Made by `python -m benchmarks.gallery` with {' and '.join(about)}.", ""]
     return "\n".join(lines)
 
 
-def _in_short(row: dict[str, Any]) -> str:
+def _in_short(row: dict[str, Any] | None) -> str:
+    """A baseline: its step and micro-batches, or that it does not fit. None: not planned yet."""
+    if row is None:
+        return ""
     if "error" in row:
-        return "does not fit" if "fits" in row["error"] else "no plan"
-    too_large = row["peak_gib"] * 2**30 > _LIMIT_BYTES
-    return format_seconds(row["step_s"]) + (", does not fit" if too_large else "")
+        return "does not fit" if _NO_MEMORY.search(row["error"]) else "no plan"
+    if row["peak_gib"] * 2**30 > _LIMIT_BYTES:
+        return "does not fit"
+    micro = row["num_micro_batches"]
+    return format_seconds(row["step_s"]) + (f", {micro} micro-batches" if micro > 1 else "")
 
 
 def main() -> None:

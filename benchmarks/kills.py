@@ -1,7 +1,7 @@
 """Faults while a pipeline trains on Ray: the errors, and the recovery.
 
     python -m benchmarks.kills [--kills N] [--seed S] [--disk FOLDER] [--json FILE]
-    python -m benchmarks.kills --kills 40 --steps 20000 --every 500      (a soak)
+    python -m benchmarks.kills --kills 36 --steps 5000 --every 500 --checkpoint-every 50    (a soak)
     python -m benchmarks.kills --mode processes --kills 20               (without Ray)
 
 Rounds of 60 steps of a small MLP, alternating between a pipeline on two meshes of two processes and
@@ -11,7 +11,9 @@ are in `tests/ray/kills.py`. `exact` means that all losses and the last state eq
 without kills bit for bit; `within_stated` means that the error came within the time that
 docs/ray.md states. `--disk` names a folder on a small file system (a tmpfs of 64 MiB, say), which
 is filled at times. The wall clock jumps at times where a C compiler is installed. `driver_bytes`
-and `worker_bytes` are the memory of the driver and of the largest worker after each recovery.
+and `worker_bytes` are the memory of the driver and of the largest worker after each recovery,
+`worker_bytes_before` that of the largest worker before the fault. The soak has four rounds, so
+20,000 steps, and a fault every 500.
 
 The results file is written after every kill. If it has results of the same command, the benchmark
 goes on after them, unless `--anew` is given.
@@ -125,6 +127,7 @@ def on_ray(arguments: argparse.Namespace, whats: list[str], seed: int, tell: Tel
                 num_steps=arguments.steps,
                 disk=arguments.disk,
                 every=arguments.every,
+                checkpoint_every=arguments.checkpoint_every,
                 tell=told,
             ).run()
         finally:
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--steps", type=int, default=60, help="of a round")
     parser.add_argument("--every", type=int, default=0, help="the fewest steps between two faults")
+    parser.add_argument("--checkpoint-every", type=int, default=kills.CHECKPOINT_EVERY)
     parser.add_argument("--anew", action="store_true", help="do not go on after earlier results")
     arguments = parser.parse_args()
     mode = arguments.mode

@@ -146,6 +146,10 @@ def memory_bytes(pid: int | str) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _largest_bytes(those: Sequence[Any]) -> int:
+    return max((memory_bytes(worker.hello.pid) for worker in those), default=0)
+
+
 def show(record: Record) -> None:
     print(json.dumps(record.as_row()), flush=True)
 
@@ -165,10 +169,13 @@ class Uninterrupted:
 
 
 def uninterrupted(method: Any, num_steps: int) -> Uninterrupted:
-    step, state, losses = autopar.parallelize(train, method=method), make_state(), {}
+    step, state = autopar.parallelize(train, method=method), make_state()
+    losses: dict[int, Any] = {}
     for index in range(num_steps):
         state, loss = step(state, batch_of(index))
         losses[index + 1] = loss
+        if index:  # one step late, so that the next is already on its way
+            losses[index] = float(losses[index])
     return Uninterrupted({n: float(loss) for n, loss in losses.items()}, fetched(state))
 
 
@@ -200,6 +207,8 @@ class Record:
     num_again:   steps that were done again.
     also:        starts that failed before one succeeded.
     driver_bytes, worker_bytes: memory of the driver, and of the largest worker, afterwards.
+    worker_bytes_before: of the largest worker just before the kill.
+    steps_done:  before the kill, in all rounds.
     """
 
     number: int
@@ -219,6 +228,8 @@ class Record:
     also: str = ""
     driver_bytes: int = 0
     worker_bytes: int = 0
+    worker_bytes_before: int = 0
+    steps_done: int = 0
     wrong: str = ""
 
     def as_row(self) -> dict[str, Any]:
@@ -290,6 +301,7 @@ class Soak:
     nodes: for the loss of nodes.
     disk:  a folder on a small file system, for checkpoints, which may be filled.
     every: the fewest steps between two faults of a round.
+    checkpoint_every: steps between checkpoints.
     tell:  is given each record when it is complete.
     """
 
@@ -304,12 +316,14 @@ class Soak:
         nodes: Nodes | None = None,
         disk: Path | None = None,
         every: int = 0,
+        checkpoint_every: int = CHECKPOINT_EVERY,
         tell: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self.records: list[Record] = []
         self._whats = deque(whats)
         self._where, self._folder, self._num_steps = where, folder, num_steps
         self._nodes, self._disk, self._every = nodes, disk, every
+        self._checkpoint_every = checkpoint_every
         self._not_before = every  # the step
         self._num_nodes = len(nodes) if nodes else 0
         self._tell = tell
@@ -320,7 +334,7 @@ class Soak:
         self._step: Any = None
         self._checkpoints = folder
         self._pending: deque[tuple[int, Any]] = deque()
-        self._last_done = 0
+        self._last_done = self._steps_before = 0
         self._thread: threading.Thread | None = None
         self._open: list[tuple[Record, float]] = []  # kills without a step since, and when
         self._ended = threading.Event()
@@ -345,6 +359,7 @@ class Soak:
         self._checkpoints = (self._disk or self._folder) / f"round_{number}"
         self._pending.clear()
         self._last_done, self._not_before = 0, self._every
+        self._steps_before = number * self._num_steps
         self._step = self._steps[name]
         while True:
             try:
@@ -353,7 +368,7 @@ class Soak:
                     make_state(),
                     lambda first: batches_from(first, self._num_steps),
                     checkpoint_dir=self._checkpoints,
-                    checkpoint_every=CHECKPOINT_EVERY,
+                    checkpoint_every=self._checkpoint_every,
                     max_restarts=20,
                     restart_policy=autopar.RestartPolicy(max_per_hour=10_000),
                     on_step=self._on_step,
@@ -438,14 +453,15 @@ class Soak:
                 record.wrong += f"{record.num_again} steps were done again"
             self._open.remove((record, killed_s))
             record.driver_bytes = memory_bytes("self")
-            record.worker_bytes = max(memory_bytes(w.hello.pid) for w in workers())
+            record.worker_bytes = _largest_bytes(workers())
             self._tell(record)
         self._last_done = number
         if self._nodes is not None and len(self._nodes) < self._num_nodes:
             self._nodes.add()
         if self._open or number < self._not_before:  # of the driver, without an end yet
             return
-        if self._thread is None and self._whats and number < self._num_steps - 2 * CHECKPOINT_EVERY:
+        last = self._num_steps - 2 * self._checkpoint_every
+        if self._thread is None and self._whats and number < last:
             if self._whats[0] == "start":  # needs an end before
                 self._whats.rotate(-1) if set(self._whats) != {"start"} else self._whats.popleft()
             else:
@@ -544,6 +560,8 @@ class Soak:
             hit = [w for w in there if w.node.node_id == victim.node.node_id]
         record = Record(len(self.records), what, self._now)
         record.workers = tuple(w.place.worker for w in hit)
+        record.worker_bytes_before = _largest_bytes(there)
+        record.steps_done = self._steps_before + self._last_done
         self.records.append(record)
         self._open.append((record, time.monotonic()))
         if what == "node":

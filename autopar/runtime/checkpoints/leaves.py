@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -110,7 +111,12 @@ def described(named: NamedLeaf, function: str) -> Leaf:
 
 def key_data_type(key: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of the data of a PRNG key, or of an array of keys."""
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+    return _key_data_type(tuple(key.shape), key.dtype)
+
+
+@lru_cache(maxsize=4096)  # JAX keeps something for every call of eval_shape
+def _key_data_type(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
 def canonical(dtype: Any) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from autopar import _jax
@@ -17,6 +16,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import ShardedType
 from autopar.runtime.checkpoints.backends import register_backend
 from autopar.runtime.checkpoints.format import Entry, Manifest
+from autopar.runtime.checkpoints.leaves import key_data_type
 from autopar.runtime.checkpoints.objects import Location
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.mesh import RemoteMesh
@@ -104,7 +104,7 @@ def input_places(
         mesh = meshes[sorted(by_mesh).index(stage.mesh)]
         shape, dtype = tuple(aval.shape), aval.dtype
         if _jax.is_extended_dtype(dtype):
-            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+            data = key_data_type(aval)
             raw_shape, raw_dtype = tuple(data.shape), np.dtype(data.dtype)
         else:
             raw_shape, raw_dtype = shape, np.dtype(dtype)

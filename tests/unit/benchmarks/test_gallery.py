@@ -4,6 +4,7 @@ import json
 
 import jax
 
+from autopar.cli.baselines import MEGATRON, TITLES
 from benchmarks import gallery
 from tests.zoo.program import Size, all_programs
 
@@ -22,18 +23,20 @@ def test_the_list_is_that_of_the_rows():
     assert gallery.LIST.read_text() == gallery.list_text(ROWS)
 
 
-def test_a_plan_that_does_not_fit_is_said_so():
+def test_a_baseline_that_does_not_fit_is_said_so():
     row = next(iter(ROWS.values()))
+    fits = {**row, "peak_gib": 50.0, "num_micro_batches": 4, "step_s": 0.5}
     large = {**row, "peak_gib": 100.0}
-    refused = {"error": "MemoryBudgetError: step: no sharding fits. The smallest peak …"}
-    others = {"data parallel": large, "FSDP (ZeRO-3)": refused}
+    refused = "split over 8 devices, the state takes 200 GiB of each, and the budget is 67 GiB"
+    others = dict(zip(TITLES.values(), (fits, large, {"error": "no batch"}), strict=True))
+    others[MEGATRON] = {"error": refused}
     (line,) = (
         line
         for line in gallery.list_text({"name": {**row, "others": others}}).splitlines()
         if "name.html" in line
     )
-    data, fsdp = line.split(" | ")[-2:]
-    assert data.endswith(", does not fit") and fsdp.startswith("does not fit")
+    cells = line.removesuffix(" |").split(" | ")[-4:]
+    assert cells == ["500.00 ms, 4 micro-batches", "does not fit", "no plan", "does not fit"]
 
 
 def test_a_page_is_written(tmp_path, monkeypatch):
@@ -47,5 +50,5 @@ def test_a_page_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "entries", lambda: {"mixer-8": gallery.Entry("Mixer", 8, make)})
     row = gallery.write_plan("mixer-8", tmp_path)
     assert (tmp_path / "mixer-8.html").read_text().lower().startswith("<!doctype html>")
-    assert row["title"] == "Mixer" and set(row["others"]) == {"data parallel", "FSDP (ZeRO-3)"}
+    assert row["title"] == "Mixer" and list(row["others"]) == [*TITLES.values(), MEGATRON]
     assert gallery.list_text({"mixer-8": row}).count("mixer-8.html") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,6 +195,20 @@ def test_saving_keeps_no_second_copy_with_the_arrays(tmp_path: Path):
     x = jax.device_put(jnp.arange(64.0), on((8,), P("a")))
     autopar.save_checkpoint(tmp_path, x, 1)
     assert all(shard.data._npy_value is None for shard in x.addressable_shards)
+
+
+def test_saving_and_restoring_again_leave_no_objects(tmp_path: Path):
+    state = {"key": jax.random.key(2), "w": jnp.ones(3)}
+
+    def objects_after(steps: range) -> int:
+        for step in steps:
+            autopar.save_checkpoint(tmp_path, state, step, keep=1)
+            autopar.restore_checkpoint(tmp_path, state)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(range(5))
+    assert objects_after(range(5, 25)) - before < 20
 
 
 BAD_ARGUMENTS = {
