@@ -16,7 +16,7 @@ and `worker_bytes` are the memory of the driver and of the largest worker after 
 20,000 steps, and a fault every 500.
 
 The results file is written after every kill. If it has results of the same command, the benchmark
-goes on after them, unless `--anew` is given.
+goes on after them, unless `--anew` is given; rows of one process have one `start`.
 
 Runs with different seeds and files may run side by side; `python -m benchmarks.kills_page FILES…`
 puts the figures of all of them into docs/training.md.
@@ -170,7 +170,7 @@ def main() -> None:
 
     def tell(number: int, row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
-        rows[num_before + number] = {**row, "number": num_before + number}
+        rows[num_before + number] = {**row, "number": num_before + number, "start": num_before}
         every = [rows[n] for n in sorted(rows)]
         body = {
             **result,

@@ -16,6 +16,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ ROWS: dict[str, list[_Kind]] = {
 }
 _MARKED = re.compile(r"<!-- kills( [^\n]*?)? -->\n.*?<!-- /kills -->", re.DOTALL)
 _FEWEST_FOR_GROWTH = 10
+_FEWEST_FOR_SOAK = 100  # steps between faults
 _KEYS = {"command", "machine", "jax", "seed", "kills", "asked_kills", "stated_s", "rows"}
 _ROW = {"what", "error_s", "exact", "wrong"}
 
@@ -190,14 +192,8 @@ def _commands(documents: Iterable[dict[str, Any]]) -> str:
 
 def _memory(results: dict[str, dict[str, Any]]) -> str:
     """How the memory of driver and workers grew, in each run that is long enough to tell."""
-    found = {}
-    for name, document in results.items():
-        rows = [row for row in document["rows"] if row.get("driver_bytes")]
-        if len(rows) >= _FEWEST_FOR_GROWTH:
-            found[name] = (
-                [row["driver_bytes"] / 1e6 for row in rows],
-                [row["worker_bytes"] / 1e6 for row in rows],
-            )
+    found = {name: _of_one_process(document["rows"]) for name, document in results.items()}
+    found = {name: rows for name, rows in found.items() if len(rows) >= _FEWEST_FOR_GROWTH}
     if not found:
         return f"No run of {_FEWEST_FOR_GROWTH} faults says how memory grew."
     lines = [
@@ -208,9 +204,43 @@ def _memory(results: dict[str, dict[str, Any]]) -> str:
         "| run | faults | driver, MB | MB a fault | largest worker, MB | MB a fault |",
         "|---|---|---|---|---|---|",
     ]
-    for name, (driver, worker) in found.items():
-        lines.append(f"| {name} | {len(driver)} | {_growth(driver)} | {_growth(worker)} |")
-    return "\n".join(lines)
+    for name, rows in found.items():
+        driver, worker = (
+            [row[key] / 1e6 for row in rows] for key in ("driver_bytes", "worker_bytes")
+        )
+        lines.append(f"| {name} | {len(rows)} | {_growth(driver)} | {_growth(worker)} |")
+    return "\n".join([*lines, *_between_faults(found)])
+
+
+def _of_one_process(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The most rows with memory that one driver wrote; a run may have been resumed by others."""
+    by_start: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("driver_bytes"):
+            by_start.setdefault(row.get("start", 0), []).append(row)
+    return max(by_start.values(), key=len, default=[])
+
+
+def _between_faults(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Of soaks: how the largest worker grew from one recovery to the next fault."""
+    lines = []
+    for name, rows in found.items():
+        lives = [
+            (after["steps_done"] - row["steps_done"], after["worker_bytes_before"], row)
+            for row, after in pairwise(rows)
+            if row.get("worker_bytes") and after.get("worker_bytes_before")
+        ]
+        steps = [count for count, *_ in lives]
+        if not lives or statistics.median(steps) < _FEWEST_FOR_SOAK:
+            continue
+        grown = statistics.median(last - row["worker_bytes"] for _, last, row in lives) / 1e6
+        lines += [
+            "",
+            f"{name}: {rows[-1]['steps_done']:,} steps up to the last fault. From a recovery to "
+            f"the next fault, {statistics.median(steps):.0f} steps later, the",
+            f"largest worker grew by {grown:.1f} MB (medians).",
+        ]
+    return lines
 
 
 def _growth(megabytes: list[float]) -> str:

@@ -94,6 +94,27 @@ def test_growth_of_memory():
     assert "| b.json" not in text, "too short to tell"
 
 
+def test_memory_is_that_of_one_process():
+    rows = [
+        fault("kill", 1.0, driver_bytes=megabytes * 10**6, worker_bytes=10**8, start=start)
+        for start, count, megabytes in ((0, 3, 900), (3, 12, 400))
+        for _ in range(count)
+    ]
+    text = kills_page.with_figures(PAGE, {"resumed.json": run(1, rows)})
+    assert "| resumed.json | 12 | 400 → 400 | +0.0 | 100 → 100 | +0.0 |" in text
+
+
+def test_growth_of_workers_in_a_soak():
+    rows = [
+        fault("kill", 1.0, driver_bytes=10**8, worker_bytes=300 * 10**6)
+        | {"worker_bytes_before": 302 * 10**6, "steps_done": 500 * n}
+        for n in range(1, 13)
+    ]
+    text = kills_page.with_figures(PAGE, {"soak.json": run(1, rows)})
+    assert "soak.json: 6,000 steps up to the last fault." in text
+    assert "next fault, 500 steps later, the\nlargest worker grew by 2.0 MB (medians)." in text
+
+
 def test_every_kind_of_fault_has_a_row():
     known = {(mode, kind) for kinds in kills_page.ROWS.values() for mode, kind, *_ in kinds}
     assert known == {(mode, kind) for mode, stated in STATED_S.items() for kind in stated}
