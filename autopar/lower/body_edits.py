@@ -18,6 +18,7 @@ from autopar.lower.stage_bodies import (
     LoopWrite,
     StageProgramBody,
 )
+from autopar.rewrite.residuals import is_cheap
 
 
 def items_of(
@@ -52,6 +53,7 @@ def with_loop(
     items, shardings = items_of(body)
     model = run.trips[run.model]
     plain = [index for n, index in enumerate(model) if n not in run.slices]
+    plain = [*_made_of_constants(items, plain), *plain]
     loop = LayerLoop(
         num_trips=len(run.trips),
         is_reversed=run.is_reversed,
@@ -66,6 +68,23 @@ def with_loop(
         writes=tuple(writes),
     )
     return _with_item(body, run, items, shardings, loop)
+
+
+def _made_of_constants(items: Sequence[Equation | LayerLoop], inside: Sequence[int]) -> list[int]:
+    """The equations that make what those `inside` read out of constants alone, elementwise. A loop
+    that makes it itself has it fused into what reads it; outside it would be an array in memory."""
+    made: dict[int, int] = {}  # value -> its equation
+    for index, item in enumerate(items):
+        if isinstance(item, Equation) and is_cheap(item) and made.keys() >= set(item.inputs):
+            made.update(dict.fromkeys(item.results, index))
+    found: set[int] = set()
+    left = [v for index in inside for v in _equation(items[index]).inputs]
+    while left:
+        index = made.get(left.pop())
+        if index is not None and index not in found and index not in inside:
+            found.add(index)
+            left += _equation(items[index]).inputs
+    return sorted(found)
 
 
 def _equation(item: Equation | LayerLoop) -> Equation:

@@ -23,7 +23,7 @@ all rows are refused, with the line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.errors import MeshError, TraceError
-from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite import micro_batch_rows
 from autopar.rewrite.align import align
@@ -54,6 +54,7 @@ from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope
 from autopar.rewrite.micro_batch_placement import MicroBatchPlacement, Pair
 from autopar.rewrite.program_writer import Env, ProgramWriter, add, read_all
 from autopar.rewrite.remat import rematerialise, with_remat
+from autopar.tracer.rules import equation_key
 
 
 def batch_size(step: TracedStep, num_micro_batches: int) -> int:
@@ -152,8 +153,7 @@ def _write(placement: MicroBatchPlacement) -> tuple[Program, int | None]:
     env.update(zip(placement.full.inputs, inputs, strict=True))
     for value, array in placement.full.captured:
         env[value] = writer.capture(array, avals[value])
-    for index in sorted(placement.before):
-        writer.copy(placement.pairs[index].whole, avals, env)
+    _write_prologue(placement, writer, env)
     results: dict[int, Operand] = {}
     loop = None
     if placement.in_loop:
@@ -166,6 +166,28 @@ def _write(placement: MicroBatchPlacement) -> tuple[Program, int | None]:
             if value in results:
                 env[value] = _finished(placement, writer, env, pair, value, results[value])
     return writer.program(inputs, read_all(placement.full.outputs, env)), loop
+
+
+def _write_prologue(placement: MicroBatchPlacement, writer: ProgramWriter, env: Env) -> None:
+    """What it makes is kept throughout the loop, so it makes nothing twice: weights that a forward
+    pass casts, and its recomputation behind a barrier once more, have one cast."""
+    made: dict[Hashable, tuple[int, ...]] = {}
+    avals = placement.full.avals
+    for index in sorted(placement.before):
+        equation = placement.pairs[index].whole
+        operands = read_all(equation.operands, env)
+        if equation.name == "optimization_barrier":
+            env.update(zip(equation.results, operands, strict=True))
+            continue
+        key = equation_key(equation, avals), *values_in(operands)
+        can_repeat = not (equation.has_effect or equation.bodies)
+        if not can_repeat or len(key) <= len(operands):  # constants are not in the key
+            writer.copy(equation, avals, env)
+        elif key in made:
+            env.update(zip(equation.results, made[key], strict=True))
+        else:
+            writer.copy(equation, avals, env)
+            made[key] = writer.equations[-1].results
 
 
 def _finished(
@@ -264,6 +286,7 @@ class _LoopWriter:
         placement, shapes = self.placement, self.micro_batches.shapes
         captured = dict(placement.part.captured)
         made = {r for at in placement.in_loop for r in placement.pairs[at].results}
+        entered: dict[int, int] = {}  # outside -> inside
         for at in sorted(placement.in_loop):
             pair = placement.pairs[at]
             for position, value in enumerate(pair.part.operands):
@@ -272,9 +295,14 @@ class _LoopWriter:
                 if placement.adds_to(pair, position):
                     continue
                 if placement.dependence[value] is not ROWS:
-                    aval = self.outer.aval(self.outer_env[value])
-                    scope.env[value] = inside = self.inner.new_value(aval)
-                    self.consts.append((self.outer_env[value], inside))
+                    outside = self.outer_env[value]
+                    if isinstance(outside, int) and outside in entered:
+                        scope.env[value] = entered[outside]
+                        continue
+                    scope.env[value] = inside = self.inner.new_value(self.outer.aval(outside))
+                    self.consts.append((outside, inside))
+                    if isinstance(outside, int):
+                        entered[outside] = inside
                 elif value in captured and not _is_cut(captured[value], shapes.dims(value)):
                     scope.env[value] = self.inner.capture(captured[value], shapes.micro[value])
                 else:

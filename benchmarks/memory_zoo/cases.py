@@ -61,9 +61,13 @@ def _free(num_micro_batches: int = 1, remat: str = "none") -> Any:
     return autopar.ShardParallel(num_micro_batches=num_micro_batches, options=options)
 
 
-def _stages() -> Any:
+def _stages(num_layers: int = NUM_STAGES, remat: str = "none") -> Any:
+    options = autopar.ShardingOptions(memory_budget_bytes=NO_BUDGET_BYTES, remat=remat)
     return autopar.PipeshardParallel(
-        NUM_MICRO_BATCHES, layers=autopar.AutoLayers(2), stages=autopar.UniformStages(NUM_STAGES)
+        NUM_MICRO_BATCHES,
+        layers=autopar.AutoLayers(num_layers),
+        stages=autopar.UniformStages(NUM_STAGES),
+        options=options,
     )
 
 
@@ -73,6 +77,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "recompute": partial(_free, remat="all"),
     "micro-batches": partial(_free, NUM_MICRO_BATCHES),
     "stages": _stages,
+    "recomputed stages": partial(_stages, 2 * NUM_STAGES, "all"),
     "one": _free,
     "one-recompute": partial(_free, remat="all"),
 }
@@ -114,6 +119,8 @@ def _unet(num_devices: int) -> Step:
 
 
 _GPT = gpt.GPTConfig(2560, 2, 32, dtype=bf16)
+# Four layers to a stage, which run as one loop there.
+_SCANNED_GPT = gpt.GPTConfig(1024, 8, 16, seq_len=1024, dtype=bf16, scan_layers=True)
 _DLRM = dlrm.DLRMConfig(16, 131072, 64, (512, 256), (1024, 1024, 512))
 
 DEVELOPMENT: dict[str, Callable[[int], Step]] = {
@@ -132,6 +139,7 @@ DEVELOPMENT: dict[str, Callable[[int], Step]] = {
         lambda n: moe.example(moe.MoEConfig(1536, 2, 16, num_heads=16, dtype=bf16), 4 * n),
     ),
     "mixer": partial(_classifier, Mixer(1000, 16, 1024, 2, 512, bf16), 128),
+    "scanned gpt": partial(_example, lambda n: gpt.example(_SCANNED_GPT, 4 * n)),
 }
 
 HELD_OUT: dict[str, Callable[[int], Step]] = {
@@ -144,10 +152,15 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     ),
     "convnext": partial(_classifier, ConvNeXt(1000, (1, 1), (192, 384), bf16), 64),
     "gnn": partial(_real, "gnn"),
+    "scanned bert": partial(
+        _example, lambda n: build("bert-large", 8 * n, num_layers=8, scan_layers=True)
+    ),
 }
 
 
+SCANNED = ("scanned gpt", "scanned bert")  # of interest in stages alone
 WITH_STAGES = ("gpt", "t5", "vit", "bert")
+WITH_RECOMPUTED_STAGES = ("gpt", "bert", *SCANNED)
 
 
 def models() -> tuple[str, ...]:
@@ -176,5 +189,6 @@ def case_of(model: str, kind: str) -> Case:
 def all_cases() -> Iterator[Case]:
     """All plans, by kind. A pipeline compiles eight programs, so few models have one."""
     for kind in ("mesh", "one", "recompute", "micro-batches"):
-        yield from (case_of(model, kind) for model in models())
-    yield from (case_of(model, "stages") for model in WITH_STAGES)
+        yield from (case_of(model, kind) for model in models() if model not in SCANNED)
+    yield from (case_of(model, "stages") for model in (*WITH_STAGES, *SCANNED))
+    yield from (case_of(model, "recomputed stages") for model in WITH_RECOMPUTED_STAGES)

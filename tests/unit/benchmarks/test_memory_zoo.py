@@ -60,6 +60,12 @@ def test_every_case_is_one_of_a_kind() -> None:
     assert {case.kind for case in cases} <= set(KINDS)
     assert {case.model for case in cases if case.held_out} == set(HELD_OUT)
     assert DEVELOPMENT.keys().isdisjoint(HELD_OUT)
+    stages = [case for case in cases if "stages" in case.kind]
+    assert len(stages) >= 6 and {case.held_out for case in stages} == {True, False}
+    assert {case.kind for case in stages if "scanned" in case.model} == {
+        "stages",
+        "recomputed stages",
+    }
     assert case_of("gpt", "one").num_devices == 1 and case_of("gpt", "mesh").num_devices == 8
 
 

@@ -93,6 +93,19 @@ def test_backward_layers_run_in_reverse_and_update_sums_in_place() -> None:
             assert set(body.stage_program.reads) & set(body.stage_program.writes)
 
 
+def test_a_loop_makes_arrays_of_constants_itself() -> None:
+    def masked(x: Any, w: Any) -> Any:
+        twos = jnp.full(x.shape, 2.0)  # as JAX hoists it out of a scan
+        return jax.lax.scan(lambda x, own: (jnp.tanh((x @ own) * twos), None), x, w)[0]
+
+    rolled = roll_layers(staged(masked, 12))
+    assert len(loops(rolled)) == 4
+    for body in rolled.programs:
+        made = {v: e.name for e in body.equations for v in e.results}
+        for _, loop in body.loops:
+            assert {made[v] for v in loop.inputs if v in made} <= {"dot_general", "mul"}
+
+
 def test_buffers_are_stacks_that_every_stage_program_knows() -> None:
     before = staged(scanned, 12)
     after = roll_layers(before)

@@ -222,6 +222,19 @@ def test_remat():
     check_exact(sgd(lambda w, x: jnp.mean(layer(w, layer(w, x)) ** 2)), W, X)
 
 
+def test_a_weight_is_cast_once_for_the_forward_pass_and_its_recomputation():
+    layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w.astype(jnp.bfloat16)))
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(layer(w, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    step = accumulated(sgd(loss), W, X)
+    before = step.program.equations[: step.loop]
+    (cast,) = [e for e in before if e.name == "convert_element_type"]
+    assert loop_of(step).operands.count(cast.results[0]) == 1
+    check_exact(sgd(loss), W, X, rtol=2e-2)
+
+
 def test_batch_as_a_later_dimension():
     def step(w: Any, x: Any) -> Any:
         turned = (x @ w).T  # (5, B)
