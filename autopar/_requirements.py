@@ -178,12 +178,13 @@ def lacking(what: str, use: str = STEPS) -> DependencyError:
     """The error for an internal that the installed JAX lacks."""
     version = importlib.import_module("jax").__version__
     if is_tested(version):
-        install = f"'jax=={OLDEST_JAX}' or 'jax=={NEWEST_JAX}', and report it with the output of"
+        advice = f"'jax=={OLDEST_JAX}' or 'jax=={NEWEST_JAX}', and report it with the output of"
+        advice += " `autopar doctor`."
     else:
-        install = f"'{REQUIRED['jax']}'; the state of all that autopar needs is told by"
+        advice = f"'{REQUIRED['jax']}'. `autopar doctor` checks everything that autopar needs."
     return DependencyError(
         f"JAX {version} has no {what}, which autopar needs for {use}. autopar is tested with JAX "
-        f"{TESTED_RANGE}: pip install {install} `autopar doctor`."
+        f"{TESTED_RANGE}: pip install {advice}"
     )
 
 
