@@ -1,7 +1,7 @@
 """Faults while a pipeline trains on Ray: the errors, and the recovery.
 
     python -m benchmarks.kills [--kills N] [--seed S] [--disk FOLDER] [--json FILE]
-    python -m benchmarks.kills --kills 36 --steps 5000 --every 500 --checkpoint-every 50    (a soak)
+    python -m benchmarks.kills --kills 32 --steps 2500 --every 500 --checkpoint-every 50    (a soak)
     python -m benchmarks.kills --mode processes --kills 20               (without Ray)
 
 Rounds of 60 steps of a small MLP, alternating between a pipeline on two meshes of two processes and
@@ -12,8 +12,8 @@ without kills bit for bit; `within_stated` means that the error came within the 
 docs/ray.md states. `--disk` names a folder on a small file system (a tmpfs of 64 MiB, say), which
 is filled at times. The wall clock jumps at times where a C compiler is installed. `driver_bytes`
 and `worker_bytes` are the memory of the driver and of the largest worker after each recovery,
-`worker_bytes_before` that of the largest worker before the fault. The soak has four rounds, so
-20,000 steps, and a fault every 500.
+`worker_bytes_before` that of the largest worker before the fault. The soak has eight rounds,
+so 20,000 steps, and a fault every 500.
 
 The results file is written after every kill. If it has results of the same command, the benchmark
 goes on after them, unless `--anew` is given; rows of one process have one `start`.

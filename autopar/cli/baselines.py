@@ -5,8 +5,9 @@ Each baseline takes the fewest micro-batches with which it fits, by doubling, as
     data parallel, ZeRO-2, FSDP   as the methods of these names
     Megatron                      a mesh of data × tensor. The first axis splits the batch and never
                                   the state; the second, inside a host, splits every weight along
-                                  whichever dimension the solver finds. Of all tensor axes that
-                                  divide a host, the fastest.
+                                  whichever dimension the solver finds, and may gather it for use
+                                  where that is faster. Of all tensor axes that divide a host, the
+                                  fastest.
 """
 
 from __future__ import annotations
