@@ -33,7 +33,7 @@ class ShardingOptions:
     pins:                   pattern -> `PartitionSpec` that all arrays it matches must have.
     forbid_axes:            pattern -> mesh axes that may not split the arrays it matches.
     batch_axis:             mesh axis or axes that split the batch along its first dimension; no
-                            other axis then splits batch arguments.
+                            other axis then splits batch arguments, or rows anywhere in the step.
     allow_reduce_scatter:   False: partial sums are reduced by all-reduces only.
     allow_all_to_all:       False: a split moves to another dimension by a gather and a slice.
     allow_replicated_parameters: False: every state array of two or more dimensions is split over

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten, tree_flatten_with_path
 
 from autopar.errors import ArgumentError, MeshError, SpecError, shortened
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.traced_step import TracedStep
 from autopar.methods import (
@@ -37,6 +37,7 @@ from autopar.sharding.layout_constraints import (
     constrain_layouts,
 )
 from autopar.sharding.problem import Allowed, StrategyFilter
+from autopar.sharding.strategies import Strategy
 from autopar.sharding.zero import data_parallel_constraints
 
 # -- meshes
@@ -145,7 +146,25 @@ def solver_constraints(
     if isinstance(method, DataParallel):
         allowed, keep = data_parallel_constraints(graph, traced, mesh, method)
         return {**allowed, **requested}, keep
-    return requested, None
+    batch_axis = options_of(method).batch_axis
+    return requested, None if batch_axis is None else _rows_along(batch_axis, mesh)
+
+
+def _rows_along(axes: Sequence[str], mesh: LogicalMesh) -> StrategyFilter:
+    """No other axis splits the rows of the batch, in any node: not those of activations either,
+    though the split would cost nothing."""
+    others = [a for a, name in enumerate(mesh.axis_names) if name not in axes]
+
+    def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
+        every = list(range(len(strategies)))
+        if node.batch_factor is None:
+            return every
+        kept = [
+            i for i in every if all(strategies[i].factors[a] != node.batch_factor for a in others)
+        ]
+        return kept or every
+
+    return keep
 
 
 def _manual_specs(

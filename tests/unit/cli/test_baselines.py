@@ -59,6 +59,15 @@ def test_megatron_splits_the_batch_over_one_axis_and_weights_over_the_other() ->
     assert plan.estimated_step_s == min(other.estimated_step_s for other in others)
 
 
+def test_megatron_is_no_data_parallelism_in_disguise() -> None:
+    """With many rows, splitting them over both axes would be fastest."""
+    found, _ = planned(2**14, 256, autopar.ClusterSpec(1, 8, "h100-sxm"))
+    plan = found["Megatron"]
+    assert plan.estimated_step_s > found["FSDP (ZeRO-3)"].estimated_step_s
+    words = [dict(one.words) for one in plan.details.parallelism]
+    assert words and not any("data" in word["y"] for word in words)
+
+
 def test_each_takes_the_fewest_micro_batches_that_fit() -> None:
     """Activations of 131,072 rows take more than the memory of a device; the state does not."""
     cluster = autopar.ClusterSpec(1, 4, "h100-sxm", memory_bytes=2e8)
