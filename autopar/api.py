@@ -215,9 +215,8 @@ class ParallelFunction:
                 cluster_of=now.cluster,
                 method=method,
                 given=self._method,
-                options=replace(options, whole_stacks=True),
+                options=options,
             )
-        options = replace(options, whole_stacks=now.remote is not None)
         planned = plan_step(
             self._fn, args, kwargs, cluster=now.cluster(), method=method, options=options
         )

@@ -7,8 +7,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from autopar.errors import PlanError
-from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import LoweredStep
 from autopar.lower.given_devices import devices_for
 from autopar.lower.lower_step import (
@@ -69,20 +67,8 @@ def _make_with_host_memory(planned: PlannedStep, devices: Sequence[Any]) -> Host
     )
 
 
-def _check_whole(plan: ParallelPlan) -> None:
-    """Workers hold an array on one mesh, whole."""
-    split = [tensor.path for tensor in plan.inputs if tensor.split is not None]
-    if split:
-        raise PlanError(
-            f"the plan for {plan.name} splits arrays that are stacked over layers ({split[0]}, …) "
-            "over its stages, which needs all devices in one process; these are workers'. Plan "
-            "again in this session: train_step.plan(state, batch)."
-        )
-
-
 def lower_for_cluster(planned: PlannedStep, remote: RemoteSession) -> LoweredStep:
     """The step's stage programs and lists of instructions, for the meshes of a cluster."""
-    _check_whole(planned.plan)
     spec = remote.cluster.spec
     devices = AbstractDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
     return lower_for_workers(planned, devices)

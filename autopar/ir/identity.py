@@ -34,8 +34,9 @@ def _plan(plan: ParallelPlan) -> Iterator[Any]:
             yield stage.layers, stage.devices, stage.mesh, stage.remat
             yield from _plan(stage.plan)
     for tensor in (*plan.inputs, *plan.outputs):
-        mesh_plan = plan.stages[tensor.stages[0]].plan or plan
-        yield placement(tensor.layout, mesh_plan.mesh_shape), tensor.stages
+        meshes = [(plan.stages[s].plan or plan).mesh_shape for s in tensor.holders()]
+        layouts = zip(tensor.held_layouts(), meshes, strict=True)
+        yield [placement(*one) for one in layouts], tensor.stages, tensor.split
 
 
 def _program(program: ProgramSharding, shape: Sequence[int]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ and every field, and applying a plan checks that the program is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf, prod
@@ -55,8 +55,13 @@ NOT_IN_FILES = {"key": None}
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output by its path, with its layout. `split`: a stack over layers that is split
-    over its stages has the number of rows that each of them holds, in the layout of all."""
+    """An input or output by its path, with its layout.
+
+    split:   of a stack over layers that is split over its stages, the number of rows that each of
+             them holds.
+    layouts: per stage of such a stack, its layout there, if the stages are too unlike for all rows
+             to be one `jax.Array`: it is a `DistributedArray`. None if all have `layout`.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -65,14 +70,19 @@ class Tensor:
     role: str = ""  # "state", "batch" or ""
     stages: tuple[int, ...] = (0,)  # its own stage, then stages that get a copy
     split: tuple[int, ...] | None = field(default=None, metadata={"omit_none": True})
+    layouts: tuple[Layout, ...] | None = field(default=None, metadata={"omit_none": True})
 
     def holders(self) -> tuple[int, ...]:
         """The stages that have it from the start: one, or those that have rows of it."""
         return self.stages[:1] if self.split is None else self.stages
 
     def held_shape(self) -> tuple[int, ...]:
-        """The shape of what a stage has of it from the start."""
-        return self.shape if self.split is None else (self.split[0], *self.shape[1:])
+        """The shape of what a stage has of it from the start; the most that one has."""
+        return self.shape if self.split is None else (max(self.split), *self.shape[1:])
+
+    def held_layouts(self) -> tuple[Layout, ...]:
+        """Per stage that has it from the start, its layout there."""
+        return self.layouts or (self.layout,) * len(self.holders())
 
     def rows(self) -> tuple[tuple[int, int] | None, ...]:
         """Per stage that has it from the start, its rows: (first, end); None for all."""
@@ -255,8 +265,14 @@ class ParallelPlan:
 
     def spec_of(self, tensor: Tensor) -> PartitionSpec:
         """On the mesh of the stage that holds it."""
-        axis_names = self.mesh_plan(tensor).axis_names
-        return to_partition_spec(tensor.layout, len(tensor.shape), axis_names)
+        return self.held_specs(tensor)[0]
+
+    def held_specs(self, tensor: Tensor) -> tuple[PartitionSpec, ...]:
+        """Per stage that has a tensor from the start, its spec on that stage's mesh."""
+        return tuple(
+            to_partition_spec(layout, len(tensor.shape), (self.stages[s].plan or self).axis_names)
+            for s, layout in zip(tensor.holders(), tensor.held_layouts(), strict=True)
+        )
 
     @property
     def input_specs(self) -> Any:
@@ -462,13 +478,22 @@ def _check_stage(stage: StagePlan, where: str) -> None:
     check_plan(plan, where)
 
 
+def is_one_array(
+    split: Sequence[int], meshes: Sequence[int], mesh_shapes: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether parts of a stack with so many rows can be shards of one array: as many rows in each,
+    on meshes of one shape, no two on one mesh."""
+    return len(set(split)) == 1 == len(set(mesh_shapes)) and len(set(meshes)) == len(meshes)
+
+
 def _check_split(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
-    """A stack has the same number of rows on each of its stages, on meshes of the same shape."""
+    """A stack without layouts of its own per stage is one array."""
     assert tensor.split is not None
     stages = [plan.stages[s] for s in tensor.stages]
-    is_alike = len({stage.mesh_shape for stage in stages}) == 1 == len(set(tensor.split))
-    are_apart = len({stage.mesh for stage in stages}) == len(stages) == len(tensor.split)
-    if not is_alike or not are_apart or (sum(tensor.split),) != tensor.shape[:1]:
+    fits_rows = len(stages) == len(tensor.split) and (sum(tensor.split),) == tensor.shape[:1]
+    has_layouts = tensor.layouts is not None and len(tensor.layouts) == len(stages)
+    meshes, shapes = [s.mesh for s in stages], [s.mesh_shape for s in stages]
+    if not fits_rows or not (has_layouts or is_one_array(tensor.split, meshes, shapes)):
         raise PlanError(
             f"{where}: {tensor.path} {tensor.shape} is split into {tensor.split} rows over the "
             f"stages {tensor.stages}."
@@ -480,14 +505,18 @@ def _check_tensor(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
         raise PlanError(f"{where}: {tensor.path} is on the stages {tensor.stages}.")
     if any(size < 0 for size in tensor.shape):
         raise PLAN_FORMAT.malformed(where, f"{tensor.path} has the shape {tensor.shape}")
-    mesh_shape = plan.mesh_plan(tensor).mesh_shape
     if tensor.split is not None:
         _check_split(plan, tensor, where)
-    in_range = all(WHOLE <= entry < len(tensor.shape) for entry in tensor.layout)
-    if len(tensor.layout) != len(mesh_shape) or not in_range:
-        raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
-    if not fits(tensor.layout, tensor.held_shape(), mesh_shape):
-        raise PlanError(
-            f"{where}: {tensor.path} {tensor.shape} is not divided evenly by its layout "
-            f"{tensor.layout} on the mesh {mesh_shape}."
-        )
+    rows = tensor.split or (None,)
+    held = zip(tensor.holders(), tensor.held_layouts(), rows, strict=True)
+    for stage, layout, num_rows in held:
+        mesh_shape = (plan.stages[stage].plan or plan).mesh_shape
+        in_range = all(WHOLE <= entry < len(tensor.shape) for entry in layout)
+        if len(layout) != len(mesh_shape) or not in_range:
+            raise PlanError(f"{where}: {tensor.path} has the layout {layout}.")
+        shape = tensor.shape if num_rows is None else (num_rows, *tensor.shape[1:])
+        if not fits(layout, shape, mesh_shape):
+            raise PlanError(
+                f"{where}: {tensor.path} {shape} is not divided evenly by its layout "
+                f"{layout} on the mesh {mesh_shape}."
+            )

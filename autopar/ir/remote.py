@@ -83,12 +83,13 @@ class RemoteTransfer:
 @dataclass(frozen=True)
 class BoundBuffer:
     """A mesh's buffer that holds an argument or a result of the step. An argument that several
-    meshes read has a buffer on each."""
+    meshes read has a buffer on each; of a stack that is split over stages, each holds `rows`."""
 
     position: int
     mesh: int
     buffer: int
     type: ShardedType
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -189,3 +189,11 @@ def _fills(boxes: Sequence[Box], whole: Box) -> bool:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise AssertionError(f"tile plan: {message}")
+
+
+def shifted(box: Box, num_rows: int) -> Box:
+    """The box further down the first dimension."""
+    if not num_rows:
+        return box
+    (start, end), *rest = box
+    return (start + num_rows, end + num_rows), *rest

@@ -64,7 +64,7 @@ def lower_for_workers(planned: PlannedStep, devices: AbstractDevices) -> Lowered
         stage_mesh=pipeline.stage_mesh,
         arguments=arguments,
         results=results,
-        donated=pipeline.donated,
+        donated=frozenset(pipeline.argument_of_input[n] for n in pipeline.donated),
     )
 
 
@@ -111,11 +111,18 @@ def _bound_buffers(
     lowered: LoweredPipeline, types: _Types
 ) -> tuple[tuple[BoundBuffer, ...], tuple[BoundBuffer, ...]]:
     """The buffers of arguments and of results, mesh by mesh."""
-    pipeline, argument_of = lowered.pipeline, lowered.pipeline.argument_of_input
+    pipeline = lowered.pipeline
+    argument_of, result_of = pipeline.argument_of_input, pipeline.result_of_output
     arguments, results = [], []
     for mesh, program in enumerate(lowered.programs.meshes):
         slots = buffer_slots(pipeline, program)
         type_of = {buffer: types[stage, ref.value] for buffer, (stage, ref) in slots.items()}
-        arguments += [BoundBuffer(argument_of[n], mesh, b, type_of[b]) for n, b in program.inputs]
-        results += [BoundBuffer(n, mesh, b, type_of[b]) for n, b in program.outputs]
+        arguments += [
+            BoundBuffer(argument_of[n], mesh, b, type_of[b], pipeline.inputs[n].rows)
+            for n, b in program.inputs
+        ]
+        results += [
+            BoundBuffer(result_of[n], mesh, b, type_of[b], pipeline.outputs[n].rows)
+            for n, b in program.outputs
+        ]
     return tuple(arguments), tuple(results)

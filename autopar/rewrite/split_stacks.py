@@ -44,8 +44,7 @@ class StackPart:
 
 
 Parts = tuple[StackPart, ...]  # in the order of their rows, which are all rows
-# Whether a stack may have these parts; or input, by position -> its parts.
-Stacks = Callable[[Parts], bool] | Mapping[int, Parts]
+Stacks = Mapping[int, Parts]  # input, by position -> its parts
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,10 @@ def split_stacks(
     step: TracedStep,
     stage_of: Sequence[int],
     num_stages: int,
-    stacks: Stacks = lambda _: True,
+    stacks: Stacks | None = None,
 ) -> SplitStep:
     """`stage_of`: the stage of every equation of the loop's body, negative if it belongs to none.
-    `stacks`: which parts an argument may be split into, or exactly which arguments are."""
+    `stacks`: the arguments that are split; None for all that can be."""
     parts = _PartFinder(step, stage_of, num_stages, stacks).parts()
     if not parts:
         every = tuple((i, None) for i in range(len(step.program.inputs)))
@@ -168,7 +167,7 @@ class _PartFinder:
         step: TracedStep,
         stage_of: Sequence[int],
         num_stages: int,
-        stacks: Stacks,
+        stacks: Stacks | None,
     ) -> None:
         assert step.loop is not None
         self.step, self.program, self.loop = step, step.program, step.loop
@@ -182,24 +181,22 @@ class _PartFinder:
         """The parts of values outside the loop."""
         inputs = self.program.inputs
         seeds = {v: parts for v in self.readers if (parts := self.by_slices(v))}
-        if not seeds and not isinstance(self.stacks, Mapping):
+        if not seeds and not self.stacks:
             return {}
         self.find_groups()
         parts_of: dict[int, Parts] = {}
         for value, parts in seeds.items():
             parts_of.setdefault(self.root(value), parts)
         never: set[int] = set()
-        if isinstance(self.stacks, Mapping):
+        if self.stacks is not None:
             for value in inputs:
                 parts_of.pop(self.root(value), None)
             for i, parts in self.stacks.items():
                 parts_of[self.root(inputs[i])] = parts
             never.update(value for i, value in enumerate(inputs) if i not in self.stacks)
         else:
-            allowed = self.stacks
             for root in self.roots_that_stay_whole():
                 parts_of.pop(root, None)
-            parts_of = {root: parts for root, parts in parts_of.items() if allowed(parts)}
         every = [*inputs, *(r for e in self.program.equations for r in e.results)]
         return {
             v: parts_of[root]

@@ -92,7 +92,7 @@ def slice_step(
     layers: LoopLayers,
     stage_of_layer: Sequence[int],
     owners: Mapping[int, int] | None = None,
-    stacks: Stacks = WHOLE_STACKS,
+    stacks: Stacks | None = WHOLE_STACKS,
 ) -> SlicedStep:
     """`stage_of_layer`: ascending, from 0. `owners`: position of an input that is already placed ->
     its stage. `stacks`: which inputs are split over stages, as `split_stacks` takes it; none by

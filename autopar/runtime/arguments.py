@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
+from autopar.runtime.stacks import RowShardings, StackedArray, put_stack
 
 
 class SignatureChanged(Exception):
@@ -50,8 +51,8 @@ def without_aliases(leaves: Sequence[Any], donated: Collection[int]) -> Sequence
     seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in donated}
     separate = list(leaves)
     for i in donated:
-        if id(leaves[i]) in seen and isinstance(leaves[i], jax.Array):
-            separate[i] = jax.numpy.copy(leaves[i])
+        if id(leaves[i]) in seen and isinstance(leaves[i], (jax.Array, StackedArray)):
+            separate[i] = leaves[i].copy()
         seen.add(id(leaves[i]))
     return separate
 
@@ -74,8 +75,25 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     the same values and keeps its own shards, so nothing is sent; JAX moves only arrays that span
     processes already."""
     if all(sharding.is_fully_addressable for sharding in shardings):
-        return jax.device_put(list(leaves), list(shardings))
+        return _put_here(leaves, shardings)
     return [_put_across(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
+
+
+def _put_here(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    places = list(enumerate(zip(leaves, shardings, strict=True)))
+    in_parts = {
+        n: leaf if leaf_sharding(leaf) == sharding else put_stack(leaf, sharding)
+        for n, (leaf, sharding) in places
+        if isinstance(leaf, StackedArray) or isinstance(sharding, RowShardings)
+    }
+    others = [(leaf, sharding) for n, (leaf, sharding) in places if n not in in_parts]
+    moved = iter(jax.device_put([leaf for leaf, _ in others], [s for _, s in others]))
+    return [in_parts[n] if n in in_parts else next(moved) for n, _ in places]
+
+
+def leaf_sharding(leaf: Any) -> Any:
+    """Where an argument is; None if it is on no device."""
+    return leaf.sharding if isinstance(leaf, (jax.Array, StackedArray)) else None
 
 
 def _put_across(leaf: Any, sharding: Any) -> Any:

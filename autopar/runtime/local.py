@@ -35,6 +35,7 @@ from autopar.runtime.arguments import (
 from autopar.runtime.executable import Executable, FlatFunction
 from autopar.runtime.ranks.failures import failure_watch
 from autopar.runtime.recording import Recorder, clock
+from autopar.runtime.stacks import StackedArray
 from autopar.runtime.stage_programs import program_bytes
 from autopar.runtime.threads import must_run_alone, run_alone
 from autopar.runtime.timestamps import ProgramLabel, StepDescription
@@ -121,6 +122,8 @@ class LocalExecutable(Executable):
             # The second call raises whatever else was wrong.
             return self._dispatch(self.place(leaves))
         except TypeError as error:
+            if any(isinstance(leaf, StackedArray) for leaf in leaves):
+                return self._dispatch(self.place(leaves))
             raise SignatureChanged from error
 
     def _dispatch(self, leaves: Sequence[Any]) -> list[Any]:

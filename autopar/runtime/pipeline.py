@@ -34,7 +34,13 @@ from autopar.ir.pipeline import (
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.tiles import TilePlan
 from autopar.ir.xla_options import compiler_options
-from autopar.runtime.arguments import DeletedArrayError, place_some, without_aliases
+from autopar.runtime.arguments import (
+    DeletedArrayError,
+    leaf_sharding,
+    place_some,
+    put,
+    without_aliases,
+)
 from autopar.runtime.executable import FlatFunction, InstructionExecutable
 from autopar.runtime.operations import (
     Operation,
@@ -47,7 +53,7 @@ from autopar.runtime.operations import (
 )
 from autopar.runtime.order import Buffer, Ordered
 from autopar.runtime.recording import Recorder, clock, may_be_used_up, one_to_watch
-from autopar.runtime.stacks import put_together, stacked_sharding, take_apart
+from autopar.runtime.stacks import RowShardings, put_together, stack_sharding, take_apart
 from autopar.runtime.stage_programs import (
     Buffers,
     compile_stage_programs,
@@ -65,7 +71,7 @@ class _Held(NamedTuple):
 
     slots: tuple[int, ...]
     parts: tuple[NamedSharding, ...]
-    sharding: NamedSharding
+    sharding: NamedSharding | RowShardings
 
 
 class _Watched(NamedTuple):
@@ -177,9 +183,7 @@ class PipelineExecutable(InstructionExecutable):
             held = self._results[position][0]
             array: Any = slots[held.slots[0]]
             if len(held.slots) > 1:
-                rows = [slots[slot] for slot in held.slots]
-                shape = (sum(part.shape[0] for part in rows), *array.shape[1:])
-                array = put_together(rows, shape, held.sharding)
+                array = put_together([slots[slot] for slot in held.slots], held.sharding)
             results.append(array)
         return results
 
@@ -283,23 +287,23 @@ class PipelineExecutable(InstructionExecutable):
         elsewhere: list[tuple[Any, _Held]] = []
         for position, held_on in self._arguments.items():
             leaf = leaves[position]
-            is_array = isinstance(leaf, jax.Array)
-            if is_array and leaf.is_deleted():
+            where = leaf_sharding(leaf)
+            if where is not None and leaf.is_deleted():
                 raise DeletedArrayError(self.plan.name, position, leaf)
             for held in held_on:
-                if is_array and leaf.sharding == held.sharding:
+                if where == held.sharding:
                     _fill(slots, held, leaf)
                 else:
                     elsewhere.append((leaf, held))
         if elsewhere:
             given, targets = map(list, zip(*elsewhere, strict=True))
-            moved = jax.device_put(given, [held.sharding for held in targets])
+            moved = put(given, [held.sharding for held in targets])
             for held, leaf in zip(targets, moved, strict=True):
                 _fill(slots, held, leaf)
         return slots
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        return jax.device_put(list(leaves), self.input_shardings)
+        return put(leaves, self.input_shardings)
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
         return place_some(leaves, self.input_shardings)
@@ -383,15 +387,16 @@ def _gathered(
     """{position of an argument or a result: how it is held, by each stage that has all of it, or
     by all that have rows of it}."""
     held: dict[int, list[_Held]] = {}
-    rows: dict[int, list[tuple[int, NamedSharding]]] = {}
+    rows: dict[int, list[tuple[tuple[int, int], int, NamedSharding]]] = {}
     for place, position, (slot, sharding) in zip(places, positions, bound, strict=True):
         if place.rows is None:
             held.setdefault(position, []).append(_Held((slot,), (sharding,), sharding))
         else:
-            rows.setdefault(position, []).append((slot, sharding))
+            rows.setdefault(position, []).append((place.rows, slot, sharding))
     for position, parts in rows.items():
-        slots, shardings = zip(*parts, strict=True)
-        held[position] = [_Held(slots, shardings, stacked_sharding(shardings))]
+        in_order = sorted(parts, key=lambda part: part[0])
+        numbers, slots, shardings = zip(*in_order, strict=True)
+        held[position] = [_Held(slots, shardings, stack_sharding(numbers, shardings))]
     return held
 
 

@@ -29,7 +29,7 @@ from autopar.stages.looped import (
 from autopar.stages.pipeline_task import ExistingPlacement, PipelineOrigin, PipelineTask
 from autopar.stages.solve_pipeline import solve_pipeline
 from autopar.stages.stage_plans import in_flight_of, pins_for
-from autopar.stages.stage_tensors import stacks_of
+from autopar.stages.stage_tensors import held_specs, stacks_of
 
 
 def stage_specs(plan: ParallelPlan) -> list[StageSpec]:
@@ -52,8 +52,7 @@ def repin_pipeline(
         may_recompute=False,
     )
     if origin.solved:
-        stacks = task.stacks(origin.looped, specs)
-        sliced = slice_into(origin.looped, specs, task.owners, stacks)
+        sliced = slice_into(origin.looped, specs, task.owners, task.stack_parts)
         unchanged = {
             k: stage
             for k, (cut, stage) in enumerate(zip(sliced.stages, origin.solved, strict=True))
@@ -129,6 +128,6 @@ def _bound_origin(
         stage_mesh=tuple(stage.mesh for stage in plan.stages),
         layering=plan.layering,
         owners=owners,
-        specs={i: plan.spec_of(plan.inputs[i]) for i in owners},
+        specs=held_specs(plan, {i: plan.inputs[i] for i in owners}),
     )
     return PipelineOrigin(looped, method, cluster, placement, (), pins_of(plan))

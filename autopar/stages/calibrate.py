@@ -80,7 +80,7 @@ def _excess(task: PipelineTask, looped: LoopedStep, search: StageSearch) -> dict
     if not fullest:
         return {}
     specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in stages]
-    sliced = task.sliced(looped, specs, may_be_unlike=True)
+    sliced = task.sliced(looped, specs)
     number = looped.step.num_micro_batches
     excess: dict[Submesh, float] = {}
     for submesh, k in fullest.items():

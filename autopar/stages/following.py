@@ -47,7 +47,7 @@ from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped, layers_of
 from autopar.stages.pipeline_task import ExistingPlacement, PipelineTask
 from autopar.stages.solve_pipeline import solve_pipeline
-from autopar.stages.stage_tensors import joined, parts_of
+from autopar.stages.stage_tensors import held_specs, joined, parts_of
 from autopar.stages.training_arrays import arguments_of_training, state_of_training
 from autopar.tracer.costs import aval_bytes
 
@@ -176,7 +176,7 @@ def _follow_pipeline(
         stage_mesh=tuple(meshes.index(stage.mesh) for stage in stages),
         layering=replace(chosen.layering, is_following=True),
         owners=owners,
-        specs={i: plan.spec_of(matches[i]) for i in (*owners, *stacks)},
+        specs=held_specs(plan, {i: matches[i] for i in (*owners, *stacks)}),
     )
     specs = [
         StageSpec(layers, stage.submesh, stage.mesh_shape)
@@ -300,8 +300,8 @@ def _make_on_stages(
         mesh = mesh_of_cluster(submesh_cluster(cluster, stage.submesh), stage.mesh_shape)
         assert stage.plan is not None
         mesh = replace(mesh, axis_names=stage.plan.axis_names)
-        specs = tuple(plan.spec_of(tensors[o]) for o in positions)
-        method = PlacedParallel("CreateStateParallel", mesh, out_specs=specs)
+        specs = [plan.held_specs(tensors[o])[held[o].index(number)] for o in positions]
+        method = PlacedParallel("CreateStateParallel", mesh, out_specs=tuple(specs))
         results = only_results(step, positions, rows)
         made.append(plan_mesh(ShardingTask(results, cluster, method), log))
         stages.append(stage)
@@ -337,7 +337,9 @@ def _made_plan(
     tensors = []
     for own in owners:
         parts = [replace(next(outputs[s]), stages=(s,)) for s in own]
-        tensors.append(parts[0] if len(parts) == 1 else joined(parts))
+        shapes = [plans[s].mesh_shape for s in own]
+        is_whole = len(parts) == 1
+        tensors.append(parts[0] if is_whole else joined(parts, [made[s].mesh for s in own], shapes))
     everywhere = tuple(range(len(plans)))
     decision = PipelineDecision(
         inputs=[replace(tensor, stages=everywhere) for tensor in plans[0].inputs],

@@ -26,7 +26,7 @@ from autopar.rewrite.attach_layers import LoopLayers, attach_layers, loop_batch,
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.remat import rematerialise
-from autopar.rewrite.split_stacks import Parts, SplitStep, Stacks, split_stacks
+from autopar.rewrite.split_stacks import SplitStep, Stacks, split_stacks
 from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, slice_step
 from autopar.tracer.costs import aval_bytes, program_flops
 
@@ -143,7 +143,7 @@ def slice_into(
     looped: LoopedStep,
     specs: Sequence[StageSpec],
     owners: Mapping[int, int] | None = None,
-    stacks: Stacks = WHOLE_STACKS,
+    stacks: Stacks | None = WHOLE_STACKS,
 ) -> SlicedStep:
     """A step per stage. `owners`, `stacks`: as `slice_step` takes them."""
     again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
@@ -152,25 +152,15 @@ def slice_into(
     return slice_step(looped.step, looped.attached, stage_of, owners, stacks)
 
 
-def are_alike(specs: Sequence[StageSpec], parts: Parts) -> bool:
-    """Whether a stack with these parts can be one array: as many rows on each of its stages, on
-    meshes of one shape."""
-    kinds = {
-        (part.rows[1] - part.rows[0], specs[part.stage].submesh, specs[part.stage].mesh_shape)
-        for part in parts
-    }
-    return len(kinds) == 1
-
-
 def stacks_by_layer(looped: LoopedStep) -> SplitStep:
     """The step with its stacks split over layers, as if these had been written out."""
     layers = looped.attached
-    return split_stacks(looped.step, layers.layer_of, len(looped.layers), lambda _: True)
+    return split_stacks(looped.step, layers.layer_of, len(looped.layers))
 
 
 def with_even_stacks(looped: LoopedStep, specs: Sequence[StageSpec]) -> list[StageSpec] | None:
-    """Stages like these, but alike, so that stacks over layers can be split over them: each has as
-    many rows of all stacks, on submeshes of one shape. None if there are no such stages."""
+    """Stages like these, but alike, so that a stack that is split over them is one array: each has
+    as many rows of all stacks, on submeshes of one shape. None if there are no such stages."""
     rows = looped.stack_rows
     sizes = {ends[-1] for ends in rows}
     if len(sizes) != 1 or sizes.pop() % len(specs) or len({s.submesh for s in specs}) > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from jax.sharding import PartitionSpec
 
@@ -13,14 +12,13 @@ from autopar.ir.layering import Layering
 from autopar.ir.mesh import ClusterSpec
 from autopar.lower.schedules import in_flight_bound
 from autopar.methods import PipeshardParallel
-from autopar.rewrite.split_stacks import Parts, Stacks
-from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, StageSlice
+from autopar.rewrite.split_stacks import Rows, Stacks
+from autopar.rewrite.stage_slices import SlicedStep, StageSlice
 from autopar.sharding.origin import Pins
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.looped import (
     LoopedStep,
     StageSpec,
-    are_alike,
     slice_into,
     with_even_stacks,
 )
@@ -35,14 +33,14 @@ class ExistingPlacement:
     devices, stage_mesh: of every stage.
     layering: how the layers were found, for the plan.
     owners:   input, by position -> the stage that holds it.
-    specs:    input, by position -> its spec there.
+    specs:    input, by position, and its rows (None for all) -> its spec there.
     """
 
     devices: tuple[tuple[int, ...], ...]
     stage_mesh: tuple[int, ...]
     layering: Layering
     owners: Mapping[int, int] = field(default_factory=dict)
-    specs: Mapping[int, PartitionSpec] = field(default_factory=dict)
+    specs: Mapping[tuple[int, Rows | None], PartitionSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class PipelineTask:
 
     placement: where arguments are already, for a step that follows another.
     pins:      specs that come before what the method asks for.
-    stack_parts: the stacks over layers that are split over stages; None to split what can be.
+    stack_parts: the stacks over layers that are split over stages; None to split all that can be.
     reuse:     stages, by number, that need not be solved again.
     known:     what is known of stages that were solved, for equal ones.
     misfits:   stages that did not fit, in the order in which they were tried.
@@ -107,40 +105,26 @@ class PipelineTask:
 
     @property
     def splits_stacks(self) -> bool:
-        """Whether stacks over layers may be split over stages as is best. Where stages share
-        devices, they stay whole."""
-        return self.stack_parts is None and self.method.schedule != "interleaved_1f1b"
+        """Whether stacks over layers are split over stages as is best."""
+        return self.stack_parts is None
 
     def alike(self, looped: LoopedStep, specs: list[StageSpec]) -> list[StageSpec]:
-        """Stages like these over which stacks over layers can be split, if there are any."""
-        if not self.splits_stacks or not looped.stack_rows:
+        """Stages like these over which stacks over layers are one array each, if there are any.
+        Where stages share devices, there are none."""
+        is_shared = self.method.schedule == "interleaved_1f1b"
+        if is_shared or not self.splits_stacks or not looped.stack_rows:
             return specs
         return with_even_stacks(looped, specs) or specs
 
-    def stacks(self, looped: LoopedStep, specs: Sequence[StageSpec]) -> Stacks:
-        """Which stacks are split over these stages."""
-        if self.stack_parts is not None:
-            return self.stack_parts
-        if not self.splits_stacks or not looped.stack_rows:
-            return WHOLE_STACKS
-        return partial(are_alike, tuple(specs))
-
-    def sliced(
-        self, looped: LoopedStep, specs: Sequence[StageSpec], *, may_be_unlike: bool = False
-    ) -> SlicedStep:
-        """The step cut into these stages; the last cut is kept. `may_be_unlike`: stacks are split
-        even over stages over which they cannot be, as long as `alike` would change these."""
-        stacks = self.stacks(looped, specs)
+    def sliced(self, looped: LoopedStep, specs: Sequence[StageSpec]) -> SlicedStep:
+        """The step cut into these stages; the last cut is kept."""
         key = (id(looped), *((spec.layers, spec.remat) for spec in specs))
-        if isinstance(stacks, partial):
-            key = (*key, may_be_unlike, *((spec.submesh, spec.mesh_shape) for spec in specs))
-            if may_be_unlike and with_even_stacks(looped, specs) is not None:
-                stacks = _any_parts
         if key not in self.cuts:
             self.cuts.clear()
             self.graphs.clear()
             with self.log.timed("slice"):
-                self.cuts[key] = looped, slice_into(looped, specs, self.owners, stacks)
+                sliced = slice_into(looped, specs, self.owners, self.stack_parts)
+                self.cuts[key] = looped, sliced
         return self.cuts[key][1]
 
     def graph_of(self, cut: StageSlice) -> Graph:
@@ -149,10 +133,6 @@ class PipelineTask:
             with self.log.timed("graph"), paused_garbage_collector():
                 self.graphs[id(cut)] = cut, build_graph(cut.step)
         return self.graphs[id(cut)][1]
-
-
-def _any_parts(_: Parts) -> bool:
-    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ from autopar.methods import (
     PipeshardParallel,
     UniformStages,
 )
-from autopar.rewrite.stage_slices import WHOLE_STACKS
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import (
@@ -80,8 +79,7 @@ def plan_pipeline(
     to_the_end: bool = True,
 ) -> PlannedStep:
     """A pipeline as a method asks for it. `to_the_end`: if none is found in time, search on."""
-    stacks = WHOLE_STACKS if source.options.whole_stacks else None
-    task = PipelineTask(method, cluster, log, stack_parts=stacks, to_the_end=to_the_end)
+    task = PipelineTask(method, cluster, log, to_the_end=to_the_end)
     with log.limited(method.options):
         return log.stopped(_plan_pipeline(source, task))
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.mesh import ClusterSpec
+from autopar.ir.plan import is_one_array
 from autopar.lower.schedules import in_flight_bound
 from autopar.methods import ShardingOptions
 from autopar.progress import Progress
@@ -87,10 +88,11 @@ def solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec])
     while True:
         sliced = task.sliced(looped, specs)
         try:
-            solved = _solve_each(task, looped, sliced, specs, max(stage_mesh) + 1, leads[-1])
+            solved = _solve_each(task, looped, sliced, specs, stage_mesh, leads[-1])
         except StageTooLarge as miss:
             spec = specs[miss.stage]
-            if miss.stage not in leads and any(sliced.stages[miss.stage].input_rows):
+            shared = _shared_stacks(sliced, specs, stage_mesh)
+            if miss.stage not in leads and not shared.isdisjoint(sliced.stages[miss.stage].inputs):
                 leads.append(miss.stage)  # it may fit in a layout of its own choice
                 continue
             frees = bool(looped.worth_recomputing(range(*spec.layers)))
@@ -115,32 +117,33 @@ def _solve_each(
     looped: LoopedStep,
     sliced: SlicedStep,
     specs: Sequence[StageSpec],
-    num_meshes: int,
+    stage_mesh: Sequence[int],
     lead: int = 0,
 ) -> list[SolvedStage]:
-    """A solution per stage. Stages that hold rows of the same stack have it in the layout, and on
-    the mesh, that the one solved first has chosen; `lead` is solved first. Else those with the most
-    work come first: what is not the slowest stage need not be solved so well."""
+    """A solution per stage. Stages that share a stack (`_shared_stacks`) have it in the layout, and
+    on the mesh, that the one solved first has chosen; `lead` is solved first. Else those with the
+    most work come first: what is not the slowest stage need not be solved so well."""
     method = task.method
     solved: dict[int, SolvedStage] = {}
     chosen: dict[int, tuple[tuple[int, ...], PartitionSpec]] = {}  # stack -> mesh shape, spec
     number = sliced.stages[0].step.num_micro_batches
     order = (lead, *(k for k in range(len(specs)) if k != lead))
-    if not any(any(cut.input_rows) for cut in sliced.stages):
+    shared = _shared_stacks(sliced, specs, stage_mesh)
+    if not shared:
         order = sorted(order, key=lambda k: -_work(looped, specs[k]))
     with Progress("solving stages", len(specs)) as progress:
         for k in order:
             cut, spec = sliced.stages[k], specs[k]
-            stacks = [n for n, rows in enumerate(cut.input_rows) if rows is not None]
+            stacks = [n for n, i in enumerate(cut.inputs) if i in shared]
             stage = task.reuse.get(k)
             if stage is None:
                 in_flight = in_flight_bound(
-                    method.schedule, len(specs), number, k, num_meshes=num_meshes
+                    method.schedule, len(specs), number, k, num_meshes=max(stage_mesh) + 1
                 )
-                known = {
-                    cut.inputs[n]: chosen[cut.inputs[n]] for n in stacks if cut.inputs[n] in chosen
-                }
-                in_specs = _input_specs(cut, task.placement, {i: s for i, (_, s) in known.items()})
+                known = {n: chosen[cut.inputs[n]] for n in stacks if cut.inputs[n] in chosen}
+                in_specs = _input_specs(
+                    cut, task.placement, {n: spec for n, (_, spec) in known.items()}
+                )
                 shapes = [shape for shape, _ in known.values()]
                 stage_task = StageTask(
                     cut,
@@ -165,6 +168,25 @@ def _solve_each(
     return [solved[k] for k in range(len(specs))]
 
 
+def _shared_stacks(
+    sliced: SlicedStep, specs: Sequence[StageSpec], stage_mesh: Sequence[int]
+) -> set[int]:
+    """Inputs that are stacks over layers, split over stages so much alike that they can be one
+    array."""
+    parts: dict[int, list[tuple[int, int]]] = {}  # input -> (number of rows, stage)
+    for k, cut in enumerate(sliced.stages):
+        for i, rows in zip(cut.inputs, cut.input_rows, strict=True):
+            if rows is not None:
+                parts.setdefault(i, []).append((rows[1] - rows[0], k))
+    shared = set()
+    for i, held in parts.items():
+        split, stages = zip(*held, strict=True)
+        shapes = [(*specs[k].submesh, *(specs[k].mesh_shape or ())) for k in stages]
+        if is_one_array(split, [stage_mesh[k] for k in stages], shapes):
+            shared.add(i)
+    return shared
+
+
 def _work(looped: LoopedStep, spec: StageSpec) -> float:
     """Flops of a micro-batch on each device; a recomputed layer runs three passes for two."""
     flops = sum(looped.layer_flops[slice(*spec.layers)]) / prod(spec.submesh)
@@ -186,11 +208,12 @@ def _input_specs(
     chosen: Mapping[int, PartitionSpec],
 ) -> tuple[PartitionSpec | None, ...]:
     """Specs of a stage's inputs: of the user's arguments as they are, of the rest None. `chosen`:
-    those of stacks on other stages."""
+    those of stacks that other stages share, by position among the stage's inputs."""
     if placement is None and not chosen:
         return ()
-    known = {**(placement.specs if placement is not None else {}), **chosen}
-    given = [known.get(i) for i in cut.inputs]
+    known = placement.specs if placement is not None else {}
+    held = zip(cut.inputs, cut.input_rows, strict=True)
+    given = [chosen.get(n, known.get(one)) for n, one in enumerate(held)]
     return (*given, *[None] * (len(cut.step.avals) - len(given)))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ir.plan import ParallelPlan, Tensor
+from jax.sharding import PartitionSpec
+
+from autopar.ir.plan import ParallelPlan, Tensor, is_one_array
 from autopar.rewrite.split_stacks import Parts, Rows, StackPart
 from autopar.stages.solve_stages import SolvedStages
 
@@ -27,26 +29,35 @@ def step_tensors(stages: SolvedStages) -> tuple[list[Tensor], list[Tensor]]:
         for position, rows, tensor in own:
             outputs.setdefault(position, []).append((rows, replace(tensor, stages=(number,))))
     return (
-        [_whole_tensor(inputs[i]) for i in range(len(inputs))],
-        [_whole_tensor(outputs[o]) for o in range(len(outputs))],
+        [_whole_tensor(stages, inputs[i]) for i in range(len(inputs))],
+        [_whole_tensor(stages, outputs[o]) for o in range(len(outputs))],
     )
 
 
-def _whole_tensor(held: Sequence[tuple[Rows | None, Tensor]]) -> Tensor:
+def _whole_tensor(stages: SolvedStages, held: Sequence[tuple[Rows | None, Tensor]]) -> Tensor:
     (rows, tensor), *others = held
     if rows is None:
         assert not others, f"{tensor.path} is on several stages"
         return tensor
-    in_order = sorted(held, key=lambda one: one[0] or (0, 0))
-    return joined([tensor for _, tensor in in_order])
+    in_order = [tensor for _, tensor in sorted(held, key=lambda one: one[0] or (0, 0))]
+    plans = [stages.solved[t.stages[0]].plan for t in in_order]
+    meshes = [stages.stage_mesh[t.stages[0]] for t in in_order]
+    return joined(in_order, meshes, [plan.mesh_shape for plan in plans])
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """A stack, of the tensors of its stages in the order of their rows."""
+def joined(
+    parts: Sequence[Tensor], meshes: Sequence[int], mesh_shapes: Sequence[tuple[int, ...]]
+) -> Tensor:
+    """A stack, of the tensors of its stages in the order of their rows, and each one's mesh."""
     split = tuple(part.shape[0] for part in parts)
-    shape = (sum(split), *parts[0].shape[1:])
+    layouts = tuple(part.layout for part in parts)
+    is_one = is_one_array(split, meshes, mesh_shapes) and len(set(layouts)) == 1
     return replace(
-        parts[0], shape=shape, stages=tuple(part.stages[0] for part in parts), split=split
+        parts[0],
+        shape=(sum(split), *parts[0].shape[1:]),
+        stages=tuple(part.stages[0] for part in parts),
+        split=split,
+        layouts=None if is_one else layouts,
     )
 
 
@@ -62,3 +73,14 @@ def parts_of(tensor: Tensor) -> Parts:
 def stacks_of(plan: ParallelPlan) -> dict[int, Parts]:
     """The parts of a plan's inputs that are split over stages."""
     return {i: parts_of(t) for i, t in enumerate(plan.inputs) if t.split is not None}
+
+
+def held_specs(
+    plan: ParallelPlan, tensors: Mapping[int, Tensor]
+) -> dict[tuple[int, Rows | None], PartitionSpec]:
+    """The specs of a plan's tensors, by number and rows, where stages have them."""
+    return {
+        (i, rows): spec
+        for i, tensor in tensors.items()
+        for rows, spec in zip(tensor.rows(), plan.held_specs(tensor), strict=True)
+    }

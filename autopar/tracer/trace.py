@@ -29,13 +29,11 @@ DEFAULT_BATCH = DefaultBatch((1,))
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How the user's function is called: arguments of `parallelize`. `whole_stacks`: whoever runs
-    it cannot split stacks over layers over the stages of a pipeline."""
+    """How the user's function is called: arguments of `parallelize`."""
 
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] | str = "auto"
     batch_argnums: tuple[int, ...] | str = AUTO
-    whole_stacks: bool = False
 
     @classmethod
     def checked(

@@ -24,6 +24,7 @@ from autopar.ir.objects.nnx import merge_objects
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.lower.lower_step import check_devices
 from autopar.progress import LOGGER
+from autopar.runtime.checkpoints.backends import place_at
 from autopar.runtime.checkpoints.controllers import num_processes
 from autopar.runtime.checkpoints.find import (
     FoundCheckpoint,
@@ -43,7 +44,7 @@ from autopar.runtime.checkpoints.restore import (
 )
 from autopar.runtime.ranks.consensus import Consensus, planning_limit_s
 from autopar.runtime.remote.save import input_places
-from autopar.runtime.stacks import stacked_sharding
+from autopar.runtime.stacks import RowShardings, stack_sharding
 
 
 def restore_checkpoint(
@@ -228,17 +229,14 @@ def _places(plan: ParallelPlan, leaves: Sequence[Any]) -> list[Any]:
     if remote is not None:
         return list(input_places(plan, types, remote))
     return [
-        jax.ShapeDtypeStruct(
-            type_.shape,
-            type_.dtype,
-            sharding=sharding,
-            weak_type=bool(getattr(type_, "weak_type", False)),
-        )
+        place_at(type_.shape, type_.dtype, sharding, bool(getattr(type_, "weak_type", False)))
         for type_, sharding in zip(types, input_shardings(plan, local_devices()), strict=True)
     ]
 
 
-def input_shardings(plan: ParallelPlan, devices: Sequence[Any]) -> list[NamedSharding]:
+def input_shardings(
+    plan: ParallelPlan, devices: Sequence[Any]
+) -> list[NamedSharding | RowShardings]:
     """The sharding of each input of the plan, on the given devices."""
     check_devices(plan, devices)
     meshes = []
@@ -248,9 +246,10 @@ def input_shardings(plan: ParallelPlan, devices: Sequence[Any]) -> list[NamedSha
         grid = np.array([devices[d] for d in numbers], dtype=object).reshape(stage_plan.mesh_shape)
         meshes.append(_jax.fresh_mesh(grid, stage_plan.axis_names))
 
-    def sharding(tensor: Tensor) -> NamedSharding:
-        spec = plan.spec_of(tensor)
-        parts = [NamedSharding(meshes[stage], spec) for stage in tensor.holders()]
-        return parts[0] if tensor.split is None else stacked_sharding(parts)
+    def sharding(tensor: Tensor) -> NamedSharding | RowShardings:
+        held = zip(tensor.holders(), plan.held_specs(tensor), strict=True)
+        parts = [NamedSharding(meshes[stage], spec) for stage, spec in held]
+        rows = [one for one in tensor.rows() if one is not None]
+        return parts[0] if tensor.split is None else stack_sharding(rows, parts)
 
     return [sharding(tensor) for tensor in plan.inputs]

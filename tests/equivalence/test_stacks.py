@@ -14,10 +14,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.compiler import plan_step
-from autopar.errors import PlanError
-from autopar.executables import make_remote_executable
-from autopar.tracer.trace import StepOptions
+from autopar.errors import ArgumentError
 from tests.equivalence.pipelines import WIDTH, assert_equal, batch_of, check, own_buffers
 
 NUM_LAYERS = 4
@@ -72,7 +69,8 @@ def bytes_by_stage(state: Any, plan: autopar.ParallelPlan) -> list[int]:
     held = []
     for stage in plan.stages:
         device = jax.devices()[stage.devices[0]]
-        shards = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]
+        arrays = [part for x in jax.tree.leaves(state) for part in getattr(x, "parts", (x,))]
+        shards = [s for x in arrays for s in x.addressable_shards]
         held.append(sum(s.data.nbytes for s in shards if s.device == device))
     return held
 
@@ -151,48 +149,84 @@ def test_optimizers(name: str) -> None:
     assert "state['params']['w']" in splits(plan)
 
 
-def test_stages_that_differ_keep_stacks_whole() -> None:
-    plan = trained(optax.adam(1e-2), stacked(3), 2)
-    assert not splits(plan)
+def uneven(layers: list[list[int]], *submeshes: tuple[int, int]) -> autopar.PipeshardParallel:
+    return autopar.PipeshardParallel(2, stages=autopar.ManualStages(layers, list(submeshes)))
 
 
-def test_workers_keep_stacks_whole() -> None:
-    """They hold an array on one mesh: in a session of theirs nothing is split, and a plan that
-    splits is refused."""
-    optimizer = optax.sgd(0.1)
-    step, state = step_of(optimizer), state_of(optimizer, stacked())
-    cluster = autopar.ClusterSpec(1, 8, "cpu")
-    arguments = {"cluster": cluster, "method": pipeline(2)}
-    options = StepOptions(whole_stacks=True)
-    planned = plan_step(step, (state, batch_of(0)), {}, options=options, **arguments)
-    assert not splits(planned.plan)
-    planned = plan_step(step, (state, batch_of(0)), {}, **arguments)
-    assert splits(planned.plan)
-    remote: Any = None
-    with pytest.raises(PlanError, match="stacked over layers"):
-        make_remote_executable(planned, remote)
+def interleaved() -> autopar.PipeshardParallel:
+    stages = autopar.UniformStages(4)
+    return autopar.PipeshardParallel(4, stages=stages, schedule="interleaved_1f1b")
 
 
-@pytest.mark.ci
-def test_stages_that_share_devices_keep_stacks_whole() -> None:
+# name -> (number of layers, method, rows of each stage)
+UNLIKE: Mapping[str, tuple[int, Callable[[], autopar.PipeshardParallel], tuple[int, ...]]] = {
+    "odd": (3, lambda: pipeline(2), (2, 1)),
+    "rows": (4, lambda: uneven([[0, 1, 2], [3]], (1, 4), (1, 4)), (3, 1)),
+    "meshes": (4, lambda: uneven([[0], [1], [2, 3]], (1, 2), (1, 2), (1, 4)), (1, 1, 2)),
+    "shared": (4, interleaved, (1, 1, 1, 1)),
+}
+
+
+@pytest.mark.representatives("meshes", "shared")
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_stages_hold_their_own_rows(name: str) -> None:
+    """They cannot be one array of JAX's: stages with other rows or meshes, or that share one."""
+    num, method, rows = UNLIKE[name]
     optimizer = optax.adam(1e-2)
-    method = autopar.PipeshardParallel(
-        4, stages=autopar.UniformStages(4), schedule="interleaved_1f1b"
-    )
-    parallel = check(step_of(optimizer), state_of(optimizer, stacked()), method)
-    assert not splits(parallel.last_executable.plan)
+    step, state = step_of(optimizer), state_of(optimizer, stacked(num))
+    parallel = check(step, state, method())
+    plan = parallel.last_executable.plan
+    assert set(splits(plan).values()) == {rows} and len(splits(plan)) == 6
+    assert not plan.warnings
+    mine, _ = parallel(own_buffers(state), batch_of(0))
+    weights = mine["params"]["w"]
+    assert isinstance(weights, autopar.DistributedArray)
+    assert [part.shape[0] for part in weights.parts] == list(rows)
+    first, last = weights.meshes[0].devices, weights.meshes[-1].devices
+    assert set(first).isdisjoint(last)
+    held = bytes_by_stage(mine, plan)
+    whole = sum(x.nbytes for x in jax.tree.leaves(state)) - 4  # and a counter
+    for stage, num_bytes in zip(plan.stages, held, strict=True):
+        own = sum(n for n, s in zip(rows, plan.stages, strict=True) if s.mesh == stage.mesh)
+        assert num_bytes <= whole * own / num + 4
+    again, _ = parallel(mine, batch_of(1))
+    assert weights.is_deleted() and not again["params"]["w"].is_deleted()
+    with pytest.raises(ArgumentError, match="is deleted"):
+        np.asarray(weights)
+
+
+def test_a_split_stack_is_passed_twice() -> None:
+    """A buffer that is used up is not read by another argument."""
+    params = stacked(3)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss_of)(state["params"], batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        old = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], params)
+        return {"params": params, "average": old}, value
+
+    parallel = autopar.parallelize(step, method=pipeline(2))
+    first, _ = parallel({"params": params, "average": params}, batch_of(0))
+    mine, _ = parallel({"params": first["params"], "average": first["params"]}, batch_of(1))
+    want, _ = jax.jit(step)({"params": params, "average": params}, batch_of(0))
+    want, _ = jax.jit(step)({"params": want["params"], "average": want["params"]}, batch_of(1))
+    assert_equal(mine, want)
 
 
 # -- beside training
 
 
-def test_initialisers_and_evaluations_keep_rows_where_they_are(tmp_path: Path) -> None:
+@pytest.mark.representatives("alike", "odd")
+@pytest.mark.parametrize("name", ["alike", *UNLIKE])
+def test_initialisers_and_evaluations_keep_rows_where_they_are(name: str, tmp_path: Path) -> None:
+    alike = NUM_LAYERS, lambda: pipeline(2), (2, 2)
+    num, method, rows = alike if name == "alike" else UNLIKE[name]
     optimizer = optax.adam(1e-2)
     step = step_of(optimizer)
-    train = autopar.parallelize(step, method=pipeline(2))
+    train = autopar.parallelize(step, method=method())
 
     def init(key: Any) -> Any:
-        shape = (NUM_LAYERS, WIDTH, WIDTH)
+        shape = (num, WIDTH, WIDTH)
         params = {"w": jax.random.normal(key, shape), "b": jnp.zeros(shape[:2])}
         return state_of(optimizer, params)
 
@@ -208,7 +242,7 @@ def test_initialisers_and_evaluations_keep_rows_where_they_are(tmp_path: Path) -
     np.testing.assert_allclose(
         follow(state["params"], batch_of(1)), loss_of(want["params"], batch_of(1)), rtol=2e-5
     )
-    assert set(splits(follow.last_executable.plan).values()) == {(2, 2)}
+    assert set(splits(follow.last_executable.plan).values()) == {rows}
     train.last_executable.plan.save(tmp_path / "plan.json")
     plan = autopar.ParallelPlan.load(tmp_path / "plan.json")
     assert plan.inputs == train.last_executable.plan.inputs
@@ -219,20 +253,24 @@ def test_initialisers_and_evaluations_keep_rows_where_they_are(tmp_path: Path) -
 
 @pytest.mark.ci
 def test_saved_by_one_plan_and_restored_by_another(tmp_path: Path) -> None:
+    """Or passed to it: arguments move to where it has them."""
     optimizer = optax.adam(1e-2)
     step, state = step_of(optimizer), state_of(optimizer, stacked())
-    two = autopar.parallelize(step, method=pipeline(2))
-    four = autopar.parallelize(step, method=pipeline(4))
-    sharded = autopar.parallelize(step, method="shard")
-    mine, _ = two(own_buffers(state), batch_of(0))
+    methods = [pipeline(2), "shard", UNLIKE["rows"][1](), interleaved()]
+    steps = [autopar.parallelize(step, method=method) for method in methods]
     want, _ = jax.jit(step)(state, batch_of(0))
-    autopar.save_checkpoint(tmp_path, mine, 1)
-    for other in (four, sharded, two):
-        other.plan(state, batch_of(1))
-        restored = autopar.restore_checkpoint(tmp_path, other)
-        assert_equal(restored, want)
-        got, _ = other(restored, batch_of(1))
-        assert_equal(got, jax.jit(step)(want, batch_of(1))[0])
+    after, _ = jax.jit(step)(want, batch_of(1))
+    for number, one in enumerate(steps):
+        mine, _ = one(own_buffers(state), batch_of(0))
+        autopar.save_checkpoint(tmp_path / str(number), mine, 1)
+        for other in steps:
+            other.plan(state, batch_of(1))
+            restored = autopar.restore_checkpoint(tmp_path / str(number), other)
+            assert_equal(restored, want)
+            got, _ = other(restored, batch_of(1))
+            assert_equal(got, after)
+        moved, _ = steps[number - 1](mine, batch_of(1))
+        assert_equal(moved, after)
 
 
 # -- how scans are written

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from autopar.runtime.checkpoints.format import SCALARS, Entry, Manifest
+from autopar.runtime.checkpoints.format import SCALARS, Entry, Manifest, RowsFrom
 from autopar.runtime.checkpoints.objects import Location
 from autopar.runtime.checkpoints.read import read_arrays, read_numpy
 from autopar.runtime.checkpoints.write import own_parts, snapshot, write_parts
+from autopar.runtime.stacks import RowShardings, StackedArray
 
 
 class Backend(Protocol):
@@ -57,7 +58,24 @@ class ScalarPlace:
     kind: str
 
 
-Place = jax.ShapeDtypeStruct | HostPlace | ScalarPlace | Any
+@dataclass(frozen=True)
+class StackPlace:
+    """A stack over layers in parts on meshes of this process."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: RowShardings
+    weak_type: bool = False
+
+
+Place = jax.ShapeDtypeStruct | HostPlace | ScalarPlace | StackPlace | Any
+
+
+def place_at(shape: Sequence[int], dtype: Any, sharding: Any, weak_type: bool) -> Place:
+    """The place of an array with this sharding."""
+    if isinstance(sharding, RowShardings):
+        return StackPlace(tuple(shape), dtype, sharding, weak_type)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak_type)
 
 
 class LocalBackend:
@@ -106,18 +124,58 @@ def as_wanted(value: Any, place: HostPlace | ScalarPlace) -> Any:
     return np.asarray(value, place.dtype)
 
 
-_registered: list[tuple[type, Backend]] = []
+class StackBackend:
+    """Stacks over layers in parts on meshes of this process."""
+
+    def save_leaves(
+        self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
+    ) -> Callable[[], list[Entry]]:
+        arrays = [
+            (key, RowsFrom(start, part))
+            for key, leaf in leaves
+            for (start, _), part in zip(leaf.sharding.rows, leaf.parts, strict=True)
+        ]
+        parts = snapshot(arrays) if background else own_parts(arrays)
+        return lambda: write_parts(folder, "stacks", parts)
+
+    def restore_leaves(
+        self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+    ) -> list[Any]:
+        rows = [
+            (key, RowsFrom(start, _rows_at(place, end - start, part)))
+            for key, place in wanted
+            for (start, end), part in zip(place.sharding.rows, place.sharding.parts, strict=True)
+        ]
+        parts = iter(read_arrays(folder, manifest, rows))
+        return [
+            StackedArray([next(parts) for _ in place.sharding.parts], place.sharding)
+            for _, place in wanted
+        ]
+
+    def place_of(self, leaf: Any) -> StackPlace:
+        if isinstance(leaf, StackPlace):
+            return leaf
+        return StackPlace(leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type)
+
+
+def _rows_at(place: StackPlace, num_rows: int, sharding: Any) -> jax.ShapeDtypeStruct:
+    shape = (num_rows, *place.shape[1:])
+    return jax.ShapeDtypeStruct(shape, place.dtype, sharding=sharding, weak_type=place.weak_type)
+
+
+_stacks = StackBackend()
+_registered: dict[type, Backend] = {StackedArray: _stacks, StackPlace: _stacks}
 _local = LocalBackend()
 
 
 def register_backend(type_: type, backend: Backend) -> None:
     """From now on, this backend writes and reads leaves and places of this type."""
-    _registered[:] = [(type_, backend), *(pair for pair in _registered if pair[0] is not type_)]
+    _registered[type_] = backend
 
 
 def backend_of(leaf_or_place: object) -> Backend:
-    backends = (backend for type_, backend in _registered if isinstance(leaf_or_place, type_))
-    return next(backends, _local)
+    types = (type_ for type_ in type(leaf_or_place).__mro__ if type_ in _registered)
+    return _registered.get(next(types, object), _local)
 
 
 def by_backend(values: Sequence[Any]) -> list[tuple[Backend, list[int]]]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -265,3 +266,11 @@ def intersection(one: Box, other: Box) -> Box | None:
     """The common part of two boxes of one array; None if they are disjoint."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
+
+
+@dataclass(frozen=True)
+class RowsFrom:
+    """An array, or its type, that is rows of a leaf, from the `first` on."""
+
+    first: int
+    array: Any

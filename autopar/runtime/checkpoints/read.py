@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,12 +23,13 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from autopar import _jax
 from autopar.errors import CheckpointError
 from autopar.ir.files import open_to_read
-from autopar.ir.tiles import Box, slices
+from autopar.ir.tiles import Box, shifted, slices
 from autopar.runtime.checkpoints.format import (
     KEY,
     SCALARS,
     Leaf,
     Manifest,
+    RowsFrom,
     Shard,
     dtype_named,
     intersection,
@@ -42,16 +43,22 @@ _NUM_THREADS = 8
 
 
 def read_arrays(
-    folder: Location | str, manifest: Manifest, wanted: Sequence[tuple[str, jax.ShapeDtypeStruct]]
+    folder: Location | str,
+    manifest: Manifest,
+    wanted: Sequence[tuple[str, jax.ShapeDtypeStruct | RowsFrom]],
 ) -> list[jax.Array]:
-    """The named leaves as arrays of the wanted dtypes and shardings, or on the default device
-    without a sharding. Shapes and dtypes must be those of the checkpoint."""
+    """The named leaves, or rows of them, as arrays of the wanted dtypes and shardings, or on the
+    default device without a sharding. Shapes and dtypes must be those of the checkpoint."""
     leaves = {leaf.key: leaf for leaf in manifest.leaves}
-    jobs = [_job(leaves[key], like) for key, like in wanted]
+    types = [like.array if isinstance(like, RowsFrom) else like for _, like in wanted]
+    jobs = [
+        replace(_job(leaves[key], type_), first_row=getattr(like, "first", 0))
+        for (key, like), type_ in zip(wanted, types, strict=True)
+    ]
     return [
-        _finished(_assembled(job, parts), like)
-        for job, (_, like), parts in zip(
-            jobs, wanted, _parts_in_order(location(folder), jobs), strict=True
+        _finished(_assembled(job, parts), type_)
+        for job, type_, parts in zip(
+            jobs, types, _parts_in_order(location(folder), jobs), strict=True
         )
     ]
 
@@ -79,6 +86,7 @@ class _Job:
     shape: tuple[int, ...]
     sharding: Sharding | None
     dtype: Any = None  # of a Python number, as an array
+    first_row: int = 0  # of the leaf, that is the array's
 
     def boxes(self) -> dict[Any, Box]:
         """The box of each device of this process; without a sharding, None has the whole array."""
@@ -86,7 +94,10 @@ class _Job:
             return {None: _whole(self.shape)}
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         return {
-            device: tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
+            device: shifted(
+                tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)),
+                self.first_row,
+            )
             for device, index in indices.items()
             if index is not None
         }

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.ir.tiles import Box
+from autopar.ir.tiles import Box, shifted
 from autopar.runtime.checkpoints import files
-from autopar.runtime.checkpoints.format import Entry, Shard, rows_of
+from autopar.runtime.checkpoints.format import Entry, RowsFrom, Shard, rows_of
 from autopar.runtime.checkpoints.objects import Location, location
 
 BLOCK_BYTES = 16 * 2**20  # per checksum, about
@@ -44,6 +44,9 @@ def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
     """The shards that this process writes; nothing is copied."""
     parts = []
     for key, array in arrays:
+        first_row = 0
+        if isinstance(array, RowsFrom):
+            first_row, array = array.first, array.array
         if not isinstance(array, jax.Array):
             array = np.asarray(array)
             parts.append(WrittenShard(key, tuple((0, n) for n in array.shape), array))
@@ -53,7 +56,7 @@ def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
                 ranges = zip(shard.index, array.shape, strict=True)
-                box = tuple(s.indices(n)[:2] for s, n in ranges)
+                box = shifted(tuple(s.indices(n)[:2] for s, n in ranges), first_row)
                 parts.append(WrittenShard(key, box, _without_cache(shard.data)))
     return [part for part in parts if part.data.size]
 

@@ -18,12 +18,13 @@ from autopar.errors import ArgumentError, ClusterError
 from autopar.ir.remote import ShardedType
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.ranks.process_cluster import ProcessCluster
-from autopar.runtime.remote.arrays import DistributedArray
+from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.mesh import RemoteMesh
 from autopar.runtime.remote.session import (
     FETCH_LIMIT_S,
     RemoteSession,
+    empty_value,
     one_holder_each,
 )
 from autopar.runtime.uninterrupted import uninterrupted
@@ -86,9 +87,7 @@ class ProcessSession(RemoteSession):
                 )
         return super().upload(mesh, values)
 
-    def place(
-        self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType, Any]]
-    ) -> list[DistributedArray]:
+    def place(self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType]]) -> list[int]:
         self._here.is_placing = True
         try:
             return super().place(mesh, values)
@@ -102,7 +101,14 @@ class ProcessSession(RemoteSession):
         return [self._fetch_together(array) for array in arrays]
 
     def _fetch_together(self, array: DistributedArray) -> np.ndarray:
-        copy = array.copies[0]
+        value = empty_value(array)
+        for copy in array.held():
+            rows = value if copy.rows is None else value[slice(*copy.rows)]
+            self._fetch_copy(array, copy, rows)
+        return value
+
+    def _fetch_copy(self, array: DistributedArray, copy: Copy, value: np.ndarray) -> None:
+        """Fill in the value of a copy, in all processes."""
         if copy.number < 0:
             raise ArgumentError(
                 f"{array!r} was placed by this process, and others may have placed others since. "
@@ -123,7 +129,6 @@ class ProcessSession(RemoteSession):
                 args: list[tuple[Any, ...] | None] = [None] * len(copy.mesh.places)
                 args[worker] = ([(copy.number, local) for _, local in wanted], key)
                 asked.append((worker, key, copy.mesh.group.submit("fetch", args)[0]))
-        value = np.empty(copy.type.shape, copy.type.dtype)
         for worker, key, reply in asked:
             reply.result()
             shards = copy.mesh.channels[worker].receive(key, FETCH_LIMIT_S)
@@ -133,7 +138,6 @@ class ProcessSession(RemoteSession):
             process = copy.mesh.places[worker].host
             key = _fetch_key(copy.number, nth, worker)
             _fill(value, wanted, self._processes.take(process, key, FETCH_LIMIT_S))
-        return value
 
 
 def _fetch_key(number: int, nth: int, worker: int) -> int:

@@ -46,11 +46,17 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the value on one mesh, known there by its number."""
+    """A copy of the value on one mesh, known there by its number; of a stack over layers that is
+    split over stages, of `rows` of it."""
 
     mesh: RemoteMesh
     number: int
     type: ShardedType
+    rows: tuple[int, int] | None = None
+
+    @property
+    def first_row(self) -> int:
+        return 0 if self.rows is None else self.rows[0]
 
 
 class ArrayOwner(Protocol):
@@ -72,7 +78,7 @@ class DistributedArray:
 
     def __init__(
         self,
-        owner: ArrayOwner,
+        owner: ArrayOwner | None,
         shape: tuple[int, ...],
         dtype: Any,
         weak_type: bool,
@@ -101,7 +107,7 @@ class DistributedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of the value, counted once."""
-        return self._copies[0].type.nbytes if self._copies else 0
+        return sum(copy.type.nbytes for copy in self.held()) if self._copies else 0
 
     @property
     def spec(self) -> PartitionSpec:
@@ -116,7 +122,7 @@ class DistributedArray:
 
     @property
     def meshes(self) -> tuple[MeshPlace, ...]:
-        """All meshes that hold it; each holds the whole value."""
+        """All meshes that hold it: each the whole value, or rows of a stack over layers."""
         self.first()
         return tuple(
             MeshPlace(
@@ -129,8 +135,18 @@ class DistributedArray:
 
     @property
     def copies(self) -> tuple[Copy, ...]:
-        """Where its buffers are, one entry per mesh."""
+        """Where its buffers are: a copy per mesh, or the parts of a stack, in order."""
         return self._copies
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether several meshes hold rows of it, and none all of it."""
+        return bool(self._copies) and self._copies[0].rows is not None
+
+    def held(self) -> tuple[Copy, ...]:
+        """The copies that are its value together: the first, or all parts."""
+        self.first()
+        return self._copies if self.is_in_parts else self._copies[:1]
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -143,9 +159,10 @@ class DistributedArray:
 
     def __repr__(self) -> str:
         name = f"DistributedArray({self.dtype}{list(self.shape)}"
-        if not self._copies:
+        if self.is_deleted():
             return f"{name}, deleted)"
-        others = f" and {len(self._copies) - 1} more" if len(self._copies) > 1 else ""
+        num_others = len(self.meshes) - 1
+        others = f" and {num_others} more" if num_others else ""
         return f"{name}, {self.spec} on {self.mesh}{others})"
 
     # -- its value
@@ -164,6 +181,7 @@ class DistributedArray:
             value = self._known()
             if value is not None:
                 return value.copy()  # it is small; the user may write to what he gets
+        assert self.owner is not None
         return self.owner.fetch(self)
 
     def block_until_ready(self) -> DistributedArray:
@@ -236,14 +254,9 @@ class DistributedArray:
             copy.mesh.release(copy.number)
 
     def first(self) -> Copy:
-        """The copy that is fetched and saved."""
+        """The copy that is fetched and saved, or the first part."""
         if not self._copies:
-            raise ArgumentError(
-                f"this {self!r} is deleted: a step that returns updated state takes over the "
-                "buffers of the old one (donate_argnums='auto'), or the cluster was shut down. Use "
-                "the state that the step returned, or keep the old one with "
-                "parallelize(…, donate_argnums=())."
-            )
+            raise deleted_error(self)
         return self._copies[0]
 
     # -- refused operations
@@ -258,10 +271,19 @@ class DistributedArray:
         return id(self)
 
 
+def deleted_error(array: DistributedArray) -> ArgumentError:
+    return ArgumentError(
+        f"this {array!r} is deleted: a step that returns updated state takes over the "
+        "buffers of the old one (donate_argnums='auto'), or the cluster was shut down. Use "
+        "the state that the step returned, or keep the old one with "
+        "parallelize(…, donate_argnums=())."
+    )
+
+
 def _refused(array: DistributedArray, what: str) -> ArgumentError:
     return ArgumentError(
-        f"{array!r} is on workers and cannot be {what} here. Bring it to the driver with "
-        "np.asarray(x), or compute inside a function that autopar.parallelize runs there."
+        f"{array!r} is on workers or on several meshes and cannot be {what} here. Bring it to this "
+        "process with np.asarray(x), or compute inside a function that autopar.parallelize runs."
     )
 
 

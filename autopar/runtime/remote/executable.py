@@ -39,7 +39,7 @@ from autopar.runtime.remote.mesh import PendingReply, RemoteMesh
 from autopar.runtime.remote.recording import collector_of
 from autopar.runtime.remote.save import register_remote_backend
 from autopar.runtime.remote.session import RemoteSession
-from autopar.runtime.remote.step_arguments import StepArguments
+from autopar.runtime.remote.step_arguments import StepArguments, rows_of
 from autopar.runtime.timestamps import ProgramLabel
 from autopar.runtime.uninterrupted import uninterrupted
 
@@ -90,7 +90,11 @@ class RemoteExecutable(InstructionExecutable):
         sends = (i for program in lowered.programs.meshes for i in program.instructions)
         self._num_tags = 1 + max((i.tag for i in sends if isinstance(i, Send)), default=0)
         self._watched = [
-            tuple(place for place, result in enumerate(results) if _is_small(result.type))
+            tuple(
+                place
+                for place, result in enumerate(results)
+                if result.rows is None and _is_small(result.type)
+            )
             for results in self._results
         ]
         self.meshes: list[RemoteMesh] = []
@@ -236,38 +240,52 @@ class RemoteExecutable(InstructionExecutable):
         self, outputs: Sequence[Sequence[int]], replies: Sequence[Sequence[PendingReply]]
     ) -> list[DistributedArray]:
         copies: dict[int, list[Copy]] = {}
-        waiters: dict[int, Callable[[], np.ndarray | None]] = {}
+        waiters: dict[int, list[Callable[[], np.ndarray | None]]] = {}
         for mesh, results, numbers, done, watched in zip(
             self.meshes, self._results, outputs, replies, self._watched, strict=True
         ):
             for place, (result, number) in enumerate(zip(results, numbers, strict=True)):
-                copies.setdefault(result.position, []).append(Copy(mesh, number, result.type))
-                waiters[result.position] = _waiter(done[0], place if place in watched else None)
+                copy = Copy(mesh, number, result.type, result.rows)
+                copies.setdefault(result.position, []).append(copy)
+                waiter = _waiter(done[0], place if place in watched else None)
+                waiters.setdefault(result.position, []).append(waiter)
         return [
             DistributedArray(
                 self._session,
                 tuple(aval.shape),
                 aval.dtype,
                 getattr(aval, "weak_type", False),
-                tuple(copies[position]),
-                waiters[position],
+                tuple(sorted(copies[position], key=lambda copy: copy.first_row)),
+                _all_waiters(waiters[position]),
             )
             for position, aval in enumerate(self.out_avals)
         ]
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
         self._start_again()
-        placed: dict[int, Any] = {}
+        placed = dict(leaves)
         by_mesh: dict[int, list[BoundBuffer]] = {}
+        known: set[int] = set()
         for argument in self._lowered.arguments:
-            if argument.position in leaves and argument.position not in placed:
-                placed[argument.position] = leaves[argument.position]
-                if not isinstance(leaves[argument.position], DistributedArray):
-                    by_mesh.setdefault(argument.mesh, []).append(argument)
+            position, rows = argument.position, argument.rows
+            if position not in leaves or (position in known and rows is None):
+                continue
+            known.add(position)
+            if not isinstance(leaves[position], DistributedArray):
+                by_mesh.setdefault(argument.mesh, []).append(argument)
+        copies: dict[int, list[Copy]] = {}
         for mesh, arguments in by_mesh.items():
-            values = [(leaves[a.position], a.type, self.avals[a.position]) for a in arguments]
-            arrays = self._session.place(self.meshes[mesh], values)
-            placed |= {a.position: x for a, x in zip(arguments, arrays, strict=True)}
+            values = [(rows_of(leaves[a.position], a.rows), a.type) for a in arguments]
+            numbers = self._session.place(self.meshes[mesh], values)
+            for argument, number in zip(arguments, numbers, strict=True):
+                copy = Copy(self.meshes[mesh], number, argument.type, argument.rows)
+                copies.setdefault(argument.position, []).append(copy)
+        for position, held in copies.items():
+            aval = self.avals[position]
+            is_weak = getattr(aval, "weak_type", False)
+            in_order = tuple(sorted(held, key=lambda copy: copy.first_row))
+            shape = tuple(aval.shape)
+            placed[position] = DistributedArray(self._session, shape, aval.dtype, is_weak, in_order)
         return placed
 
     def wait(self) -> None:
@@ -331,6 +349,20 @@ def _waiter(reply: PendingReply, place: int | None) -> Callable[[], np.ndarray |
     def wait() -> np.ndarray | None:
         done = reply.result()
         return None if place is None else done.values.get(place)
+
+    return wait
+
+
+def _all_waiters(
+    waiters: Sequence[Callable[[], np.ndarray | None]],
+) -> Callable[[], np.ndarray | None]:
+    """Waits for all parts of a stack; a value that came with the answer is no part of one."""
+    if len(waiters) == 1:
+        return waiters[0]
+
+    def wait() -> None:
+        for waiter in waiters:
+            waiter()
 
     return wait
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.errors import WorkerError
 from autopar.ir.remote import MeshTask, ShardedType
-from autopar.runtime.checkpoints.format import read_manifest
+from autopar.runtime.checkpoints.format import RowsFrom, read_manifest
 from autopar.runtime.checkpoints.objects import location
 from autopar.runtime.checkpoints.read import read_arrays
 from autopar.runtime.checkpoints.write import snapshot, write_parts
@@ -243,19 +243,26 @@ class Executor:
 
     # -- checkpoints
 
-    def save(self, folder: str, items: Sequence[tuple[str, int]]) -> Later:
-        """Write this worker's shards of arrays, (key, array), in the background: when the command
-        returns, the arrays may be used up. Answers where each shard was written."""
-        shards = snapshot([(key, self._arrays[number]) for key, number in items])
+    def save(self, folder: str, items: Sequence[tuple[str, int, int]]) -> Later:
+        """Write this worker's shards of arrays, (key, array, its first row in the leaf), in the
+        background: when the command returns, the arrays may be used up. Answers where each shard
+        was written."""
+        shards = snapshot(
+            [(key, RowsFrom(first_row, self._arrays[number])) for key, number, first_row in items]
+        )
         self._check_transfers()
         return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", shards))
 
-    def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType]]) -> None:
-        """Read the shards of this worker's devices: (key, array, its type)."""
+    def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType, int]]) -> None:
+        """Read the shards of this worker's devices: (key, array, its type, its first row in the
+        leaf)."""
         manifest = read_manifest(location(folder))
-        wanted = [(key, struct_of(type_, self._devices)) for key, _, type_ in items]
+        wanted = [
+            (key, RowsFrom(first_row, struct_of(type_, self._devices)))
+            for key, _, type_, first_row in items
+        ]
         arrays = read_arrays(folder, manifest, wanted)
-        for (_, number, _), array in zip(items, arrays, strict=True):
+        for (_, number, _, _), array in zip(items, arrays, strict=True):
             self._arrays[number] = array
 
     # -- recording

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,13 +25,18 @@ from autopar.runtime.remote.session import RemoteSession
 _LIMIT_S = 24 * 3600.0  # the loss of a worker is noticed long before
 
 
-@dataclass(frozen=True)
-class RemotePlace:
-    """Where to place an array on a cluster."""
-
-    session: RemoteSession
+class PlacePart(NamedTuple):
     mesh: RemoteMesh
     type: ShardedType
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """Where to place an array on a cluster: on a mesh, or rows of it on each of several."""
+
+    session: RemoteSession
+    parts: tuple[PlacePart, ...]
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
@@ -41,11 +46,11 @@ class RemoteBackend:
     def save_leaves(
         self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
-        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int]]]] = {}
+        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, int]]]] = {}
         for key, leaf in leaves:
-            place = self.place_of(leaf)
-            number = leaf.copies[0].number
-            by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1].append((key, number))
+            for copy in leaf.held():
+                items = by_mesh.setdefault(id(copy.mesh), (copy.mesh, []))[1]
+                items.append((key, copy.number, copy.first_row))
         replies: list[Any] = []
         with leaves[0][1].owner.lock:
             for mesh, items in by_mesh.values():
@@ -59,19 +64,20 @@ class RemoteBackend:
     def restore_leaves(
         self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
-        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, ShardedType]]]] = {}
+        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, ShardedType, int]]]] = {}
         restored: list[DistributedArray] = []
         replies: list[Any] = []
         session: RemoteSession = wanted[0][1].session
         with session.lock:
             for key, place in wanted:
-                number = session.new_number(place.mesh)
-                items = by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1]
-                items.append((key, number, place.type))
-                copies = (Copy(place.mesh, number, place.type),)
-                restored.append(
-                    DistributedArray(session, place.shape, place.dtype, place.weak_type, copies)
-                )
+                copies = []
+                for mesh, type_, rows in place.parts:
+                    copy = Copy(mesh, session.new_number(mesh), type_, rows)
+                    items = by_mesh.setdefault(id(mesh), (mesh, []))[1]
+                    items.append((key, copy.number, type_, copy.first_row))
+                    copies.append(copy)
+                shape, dtype, is_weak = place.shape, place.dtype, place.weak_type
+                restored.append(DistributedArray(session, shape, dtype, is_weak, tuple(copies)))
             for mesh, items in by_mesh.values():
                 replies += mesh.submit("restore", str(folder), items)
         for reply in replies:
@@ -81,8 +87,8 @@ class RemoteBackend:
     def place_of(self, leaf: Any) -> RemotePlace:
         if isinstance(leaf, RemotePlace):
             return leaf
-        copy = leaf.first()
-        return RemotePlace(leaf.owner, copy.mesh, copy.type, leaf.shape, leaf.dtype, leaf.weak_type)
+        parts = tuple(PlacePart(copy.mesh, copy.type, copy.rows) for copy in leaf.held())
+        return RemotePlace(leaf.owner, parts, leaf.shape, leaf.dtype, leaf.weak_type)
 
 
 def input_places(
@@ -98,28 +104,36 @@ def input_places(
     meshes = session.meshes(devices)
     places = []
     for tensor, aval in zip(plan.inputs, avals, strict=True):
-        stage = plan.stages[tensor.stages[0]]
-        stage_plan = stage.plan or plan
-        numbers = stage.devices if stage.plan else tuple(range(plan.num_devices))
-        mesh = meshes[sorted(by_mesh).index(stage.mesh)]
-        shape, dtype = tuple(aval.shape), aval.dtype
-        if _jax.is_extended_dtype(dtype):
-            data = key_data_type(aval)
-            raw_shape, raw_dtype = tuple(data.shape), np.dtype(data.dtype)
-        else:
-            raw_shape, raw_dtype = shape, np.dtype(dtype)
-        grid = tuple(mesh.devices.index(number) for number in numbers)
-        type_ = ShardedType(
-            raw_shape,
-            raw_dtype,
-            stage_plan.mesh_shape,
-            stage_plan.axis_names,
-            tuple(tensor.layout),
-            grid,
-        )
+        raw_shape, raw_dtype = _raw_type(aval)
+        parts = []
+        held = zip(tensor.holders(), tensor.held_layouts(), tensor.rows(), strict=True)
+        for number, layout, rows in held:
+            stage = plan.stages[number]
+            stage_plan = stage.plan or plan
+            numbers = stage.devices if stage.plan else tuple(range(plan.num_devices))
+            mesh = meshes[sorted(by_mesh).index(stage.mesh)]
+            grid = tuple(mesh.devices.index(device) for device in numbers)
+            shape = raw_shape if rows is None else (rows[1] - rows[0], *raw_shape[1:])
+            type_ = ShardedType(
+                shape,
+                raw_dtype,
+                stage_plan.mesh_shape,
+                stage_plan.axis_names,
+                tuple(layout),
+                grid,
+            )
+            parts.append(PlacePart(mesh, type_, rows))
         is_weak = bool(getattr(aval, "weak_type", False))
-        places.append(RemotePlace(session, mesh, type_, shape, dtype, is_weak))
+        places.append(RemotePlace(session, tuple(parts), tuple(aval.shape), aval.dtype, is_weak))
     return places
+
+
+def _raw_type(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of the buffer of an array; of keys, of their data."""
+    if not _jax.is_extended_dtype(aval.dtype):
+        return tuple(aval.shape), np.dtype(aval.dtype)
+    data = key_data_type(aval)
+    return tuple(data.shape), np.dtype(data.dtype)
 
 
 _backend = RemoteBackend()

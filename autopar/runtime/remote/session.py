@@ -21,8 +21,8 @@ from autopar import _jax
 from autopar.errors import ClusterError, DataError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.remote import LoweredStep, MeshTask, ShardedType
-from autopar.ir.tiles import Box, TilePlan, slices
-from autopar.runtime.remote.arrays import Copy, DistributedArray
+from autopar.ir.tiles import Box, TilePlan, shifted, slices
+from autopar.runtime.remote.arrays import DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
@@ -289,27 +289,15 @@ class RemoteSession:
                 list(self._uploaders.map(lambda send: send[0].send(send[1], send[2]), sends))
         return numbers, [tuple(worker_puts) for worker_puts in puts]
 
-    def place(
-        self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType, Any]]
-    ) -> list[DistributedArray]:
-        """Put values on a mesh: (value, type of its buffer, type of the handle)."""
+    def place(self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType]]) -> list[int]:
+        """Put values on a mesh: (value, type of its buffer). Returns the arrays' numbers."""
         with uninterrupted():
-            numbers, puts = self.upload(mesh, [(value, type_) for value, type_, _ in values])
+            numbers, puts = self.upload(mesh, values)
             with self.lock:
                 replies = mesh.group.submit("put", [(worker_puts,) for worker_puts in puts])
-            placed = [
-                DistributedArray(
-                    self,
-                    tuple(aval.shape),
-                    aval.dtype,
-                    getattr(aval, "weak_type", False),
-                    (Copy(mesh, number, type_),),
-                )
-                for number, (_, type_, aval) in zip(numbers, values, strict=True)
-            ]
         for reply in replies:
             reply.result()  # earlier steps may take long; the loss of a worker ends the wait
-        return placed
+        return numbers
 
     # -- values down
 
@@ -338,12 +326,12 @@ class RemoteSession:
             wanted: dict[tuple[int, int], list[tuple[int, Box, int, int]]] = {}
             meshes: dict[int, RemoteMesh] = {}
             for place, array in enumerate(arrays):
-                copy = array.copies[0]
-                meshes[id(copy.mesh)] = copy.mesh
-                for box, device in one_holder_each(copy.type).items():
-                    worker, local = copy.mesh.owners[device]
-                    entry = (place, box, copy.number, local)
-                    wanted.setdefault((id(copy.mesh), worker), []).append(entry)
+                for copy in array.held():
+                    meshes[id(copy.mesh)] = copy.mesh
+                    for box, device in one_holder_each(copy.type).items():
+                        worker, local = copy.mesh.owners[device]
+                        entry = (place, shifted(box, copy.first_row), copy.number, local)
+                        wanted.setdefault((id(copy.mesh), worker), []).append(entry)
             replies: list[PendingReply] = []
             for mesh_id, mesh in meshes.items():
                 args: list[tuple[Any, ...] | None] = []
@@ -358,9 +346,7 @@ class RemoteSession:
                 replies += mesh.group.submit("fetch", args)
         for reply in replies:
             reply.result()  # earlier steps may take long; the loss of a worker ends the wait
-        values = [
-            np.empty(array.copies[0].type.shape, array.copies[0].type.dtype) for array in arrays
-        ]
+        values = [empty_value(array) for array in arrays]
         for channel, key, shards_wanted in asked:
             with self.connected():
                 shards = channel.receive(key, FETCH_LIMIT_S)
@@ -421,6 +407,13 @@ def same_shards(one: ShardedType, other: ShardedType) -> bool:
     return one == other or (
         (one.shape, one.dtype) == (other.shape, other.dtype) and one.boxes() == other.boxes()
     )
+
+
+def empty_value(array: DistributedArray) -> np.ndarray:
+    """Room for an array's raw value."""
+    type_ = array.first().type
+    shape = (array.shape[0], *type_.shape[1:]) if array.is_in_parts else type_.shape
+    return np.empty(shape, type_.dtype)
 
 
 def raw_value(value: Any, type_: ShardedType) -> np.ndarray:

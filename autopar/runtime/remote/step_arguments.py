@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from autopar.ir.remote import BoundBuffer, ShardedType
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.runtime.remote.commands import Put
@@ -35,6 +37,7 @@ class StepArguments:
     uploaded_bytes: int = 0
     _used_up: set[int] = field(default_factory=set)  # numbers of arrays
     _taken: list[DistributedArray] = field(default_factory=list)
+    _fetched: dict[int, Any] = field(default_factory=dict)  # values, by position
 
     def gather(self, mesh: RemoteMesh, arguments: Sequence[BoundBuffer]) -> MeshArguments:
         numbers: dict[int, int] = {}  # by place among the arguments
@@ -44,10 +47,13 @@ class StepArguments:
         in_order = sorted(enumerate(arguments), key=lambda entry: self._is_donated(entry[1]))
         for place, argument in in_order:
             leaf = self.leaves[argument.position]
-            if not isinstance(leaf, DistributedArray):
+            if not isinstance(leaf, DistributedArray) or not leaf.copies:
                 continue
             is_donated = self._is_donated(argument)
-            number = _copy_on(leaf, mesh, argument.type)
+            number = _copy_on(leaf, mesh, argument)
+            if number is None and (leaf.is_in_parts or argument.rows is not None):
+                self._fetch(argument.position, leaf)
+                continue
             if number is None:
                 number = move(self.session, leaf, mesh, argument.type)
                 if not is_donated:
@@ -67,6 +73,13 @@ class StepArguments:
         in_list = tuple(numbers[place] for place in range(len(arguments)))
         return MeshArguments(in_list, tuple(dropped), puts)
 
+    def _fetch(self, position: int, leaf: DistributedArray) -> None:
+        """Bring a value here, to be sent where it is needed: of a stack that is split otherwise."""
+        if position not in self._fetched:
+            self._fetched[position] = leaf.fetch()
+            if position in self.donated:
+                self._taken.append(leaf)
+
     def _is_donated(self, argument: BoundBuffer) -> bool:
         return argument.position in self.donated
 
@@ -81,7 +94,8 @@ class StepArguments:
         new = [(place, a) for place, a in enumerate(arguments) if place not in numbers]
         if not new:
             return [()] * len(mesh.places)
-        values = [(self.leaves[argument.position], argument.type) for _, argument in new]
+        leaves = {**dict(enumerate(self.leaves)), **self._fetched}
+        values = [(rows_of(leaves[one.position], one.rows), one.type) for _, one in new]
         uploaded, puts = self.session.upload(mesh, values)
         self.uploaded_bytes += sum(argument.type.nbytes for _, argument in new)
         for (place, argument), number in zip(new, uploaded, strict=True):
@@ -99,9 +113,17 @@ class StepArguments:
                     copy.mesh.release(copy.number)
 
 
-def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, type_: ShardedType) -> int | None:
-    """The number of the array's copy on a mesh, if it has the wanted shards."""
+def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, argument: BoundBuffer) -> int | None:
+    """The number of the array's copy on a mesh, if it has the wanted rows and shards."""
     for copy in leaf.copies:
-        if copy.mesh is mesh and same_shards(copy.type, type_):
+        is_same = copy.mesh is mesh and copy.rows == argument.rows
+        if is_same and same_shards(copy.type, argument.type):
             return copy.number
     return None
+
+
+def rows_of(value: Any, rows: tuple[int, int] | None) -> Any:
+    """Rows of a value; None for all."""
+    if rows is None:
+        return value
+    return (np.asarray(value) if isinstance(value, DistributedArray) else value)[slice(*rows)]

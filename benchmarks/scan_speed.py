@@ -1,0 +1,120 @@
+"""A scan over layers against the same layers written out: seconds of a step on one device.
+
+    python -m benchmarks.scan_speed [--json FILE] [--only MODEL …] [--tiny]
+
+Every model runs in four forms: scanned and written out, by `jax.jit` and by autopar's default
+method. They take turns: each round dispatches some steps of one form after the other without
+waiting, and a form's time is the median over rounds. `scan_ratio` is a scanned step over the
+written-out one by the same side; `jit_ratio` is autopar's step over that of `jax.jit`. With
+`--tiny`, a dry run on any device.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import autopar
+from benchmarks.script import check_names, command_line, script_parser, write_json
+from examples.models import build
+
+GPT = {"num_heads": 16, "seq_len": 1024, "vocab_size": 32768}
+LLAMA = {"num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "seq_len": 2048, "vocab_size": 32768}
+# name -> (model, overrides, batch)
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "gpt-12x1024": ("gpt-2.6b", {"hidden_size": 1024, "num_layers": 12, **GPT}, 8),
+    "llama-16x2048": ("llama3-8b", {"hidden_size": 2048, "num_layers": 16, **LLAMA}, 4),
+}
+TINY: dict[str, tuple[str, dict[str, Any], int]] = {
+    "gpt-12x1024": ("gpt-tiny", {"num_layers": 4}, 4),
+    "llama-16x2048": ("llama-tiny", {"num_layers": 4}, 4),
+}
+NUM_ROUNDS = 5
+LEAST_ROUND_S = 0.4
+
+
+class Form:
+    """One form of a model's step, with a state of its own."""
+
+    def __init__(self, case: tuple[str, dict[str, Any], int], scan: bool, side: str) -> None:
+        name, overrides, batch = case
+        example = build(name, batch_size=batch, scan_layers=scan, **overrides)
+        self.layers, self.side = "scanned" if scan else "written out", side
+        self.state, self.batch = example.create_state(), jax.device_put(example.make_batch())
+        one = jax.devices()[:1]
+        self.step: Callable[..., Any]
+        started = time.perf_counter()
+        if side == "jit":
+            self.step = jax.jit(example.train_step, donate_argnums=0)
+        else:
+            autopar.init(devices=one)
+            self.step = autopar.parallelize(example.train_step)
+        self.run(1)
+        self.compile_s = time.perf_counter() - started
+        started = time.perf_counter()
+        self.run(2)
+        self.num_steps = max(2, round(LEAST_ROUND_S / (time.perf_counter() - started) * 2))
+        self.times: list[float] = []
+
+    def run(self, num_steps: int) -> None:
+        result = None
+        for _ in range(num_steps):
+            self.state, result = self.step(self.state, self.batch)
+        jax.block_until_ready(result)
+
+    def round(self) -> None:
+        started = time.perf_counter()
+        self.run(self.num_steps)
+        self.times.append((time.perf_counter() - started) / self.num_steps)
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.times)
+
+
+def measured(name: str, case: tuple[str, dict[str, Any], int]) -> list[dict[str, Any]]:
+    forms = [Form(case, scan, side) for scan in (False, True) for side in ("jit", "autopar")]
+    for _ in range(NUM_ROUNDS):
+        for form in forms:
+            form.round()
+    step_s = {(form.layers, form.side): form.step_s for form in forms}
+    return [
+        {
+            "model": name,
+            "layers": form.layers,
+            "side": form.side,
+            "step_ms": round(1e3 * form.step_s, 3),
+            "compile_s": round(form.compile_s, 1),
+            "scan_ratio": round(form.step_s / step_s["written out", form.side], 3),
+            "jit_ratio": round(form.step_s / step_s[form.layers, "jit"], 3),
+        }
+        for form in forms
+    ]
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--tiny", action="store_true", help="small models: a dry run")
+    options = parser.parse_args()
+    check_names(parser, "--only", options.only, MODELS)
+    document: dict[str, Any] = {
+        "command": command_line("benchmarks.scan_speed", FILE=options.json),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "rows": [],
+    }
+    for name in options.only:
+        for row in measured(name, (TINY if options.tiny else MODELS)[name]):
+            document["rows"].append(row)
+            print(json.dumps(row), flush=True)
+        write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()
