@@ -46,13 +46,11 @@ class Form:
         example = build(name, batch_size=batch, scan_layers=scan, **overrides)
         self.layers, self.side = "scanned" if scan else "written out", side
         self.state, self.batch = example.create_state(), jax.device_put(example.make_batch())
-        one = jax.devices()[:1]
         self.step: Callable[..., Any]
         started = time.perf_counter()
         if side == "jit":
             self.step = jax.jit(example.train_step, donate_argnums=0)
         else:
-            autopar.init(devices=one)
             self.step = autopar.parallelize(example.train_step)
         self.run(1)
         self.compile_s = time.perf_counter() - started
@@ -103,6 +101,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models: a dry run")
     options = parser.parse_args()
     check_names(parser, "--only", options.only, MODELS)
+    autopar.init(devices=jax.devices()[:1])
     document: dict[str, Any] = {
         "command": command_line("benchmarks.scan_speed", FILE=options.json),
         "jax": jax.__version__,

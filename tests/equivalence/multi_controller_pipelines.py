@@ -98,6 +98,52 @@ def gpt() -> Any:
     return compared(example.train_step, 2, state, [batch] * NUM_STEPS)
 
 
+def scanned_step(state, batch):
+    def loss_of(weights):
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)[0]
+        return ((x - batch["y"]) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state["w"])
+    return {"w": state["w"] - 0.1 * grads}, loss
+
+
+def scanned() -> Any:
+    """Each process holds the rows of its stage, two of three or one; all read the whole stack, and
+    another plan takes it over, as it is or from a checkpoint."""
+    state = {"w": normal(0, 3, WIDTH, WIDTH)}
+    batches = [deep_batch(n) for n in range(NUM_STEPS)]
+    folder = Path(os.environ["CHECKPOINTS"]) / "scanned"
+    step, other = (
+        autopar.parallelize(
+            scanned_step,
+            method=autopar.PipeshardParallel(
+                4, stages=autopar.ManualStages(layers, [(1, 2), (1, 2)])
+            ),
+        )
+        for layers in ([[0, 1], [2]], [[0], [1, 2]])
+    )
+    held, losses = state, []
+    for batch in batches:
+        held, loss = step(held, batch)
+        losses.append(float(loss))
+    reference, wanted = state, []
+    for batch in batches:
+        reference, loss = jax.jit(scanned_step)(reference, batch)
+        wanted.append(float(loss))
+    autopar.save_checkpoint(folder, held, 1)
+    restored = autopar.restore_checkpoint(folder, step)
+    rows = [copy.rows for copy in restored["w"].copies]
+    after = float(jax.jit(scanned_step)(reference, batches[0])[1])
+    moved = [float(other(held, batches[0])[1]), float(step(restored, batches[0])[1])]
+    return {
+        "losses": losses,
+        "wanted": wanted,
+        "moved": moved,
+        "after": after,
+        "rows": rows,
+    }
+
+
 def with_loader_and_created_state() -> Any:
     batches = [deep_batch(n) for n in range(NUM_STEPS)]
     step = autopar.parallelize(deep_step, method=pipeline(2))

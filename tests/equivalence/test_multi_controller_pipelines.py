@@ -17,6 +17,7 @@ KILLED = -9
 SCENARIOS = [
     "two_stages",
     "four_stages",
+    "scanned",
     "with_loader_and_created_state",
     "checkpoint",
     "another_plan",
@@ -61,6 +62,15 @@ def test_three_steps_are_those_of_jit_in_every_process(four, scenario, num_stage
         assert own[scenario]["worst"] < 1e-6
         assert own[scenario]["num_stages"] == num_stages
         assert own[scenario]["shown"].startswith("DistributedArray(float32[16, 16]")
+
+
+@pytest.mark.ci
+def test_rows_of_stacked_parameters_are_where_their_layers_run(four):
+    assert_as_on_one_device(four, "scanned")
+    for own in four:
+        found = own["scanned"]
+        assert found["rows"] == [[0, 2], [2, 3]]
+        np.testing.assert_allclose(found["moved"], [found["after"]] * 2, rtol=2e-5)
 
 
 @pytest.mark.ci

@@ -63,7 +63,7 @@ def sorted_layers(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
     return w - 0.1 * moment, moment
 
 
-def split(update: Update, stacks: Any = lambda _: True) -> tuple[TracedStep, SplitStep, list[int]]:
+def split(update: Update, stacks: Any = None) -> tuple[TracedStep, SplitStep, list[int]]:
     """The step on two stages, split."""
     state = {"m": MOMENT, "w": PARAMS}
     source = StepSource.of(step_with(update), (state, BATCH), {}, StepOptions())
@@ -170,8 +170,8 @@ def test_state_that_couples_layers_stays_whole() -> None:
     assert made.inputs == ((0, None), (1, (0, 2)), (1, (2, 4)), (2, None))
 
 
-def test_only_the_parts_that_are_allowed() -> None:
-    _, made, _ = split(plain, lambda parts: len(parts) > 2)
+def test_nothing_is_split_if_no_argument_should_be() -> None:
+    _, made, _ = split(plain, {})
     assert all(rows is None for _, rows in made.inputs)
 
 
