@@ -215,8 +215,17 @@ def traced() -> Any:
         return {"refused": str(error), "loss": float(loss)}
 
 
+def the_first_is_killed() -> Any:
+    """Process 0, which runs JAX's coordination service: JAX ends the others, too."""
+    return _killed(jax.process_index() == 0)
+
+
 def a_killed_process() -> Any:
     """The last one is killed after its first step; the others learn which."""
+    return _killed(multi_controller.is_last())
+
+
+def _killed(is_me: bool) -> Any:
     step = autopar.parallelize(deep_step, method=pipeline(2))
     step.plan(deep_state(), deep_batch())
     state, began_s = deep_state(), time.monotonic()
@@ -224,7 +233,7 @@ def a_killed_process() -> Any:
         while True:
             state, loss = step(state, deep_batch())
             float(loss)
-            if multi_controller.is_last():
+            if is_me:
                 os.kill(os.getpid(), signal.SIGKILL)
     except autopar.WorkerError as error:
         return {"killed": str(error), "after_s": time.monotonic() - began_s}

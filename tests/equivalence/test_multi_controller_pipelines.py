@@ -13,7 +13,7 @@ import pytest
 from tests.equivalence.controllers import run_processes
 
 SCRIPT = Path(__file__).with_name("multi_controller_pipelines.py")
-KILLED = -9
+KILLED, ABORTED = -9, -6
 SCENARIOS = [
     "two_stages",
     "four_stages",
@@ -118,6 +118,14 @@ def test_a_killed_process_is_named_in_all_others(tmp_path):
         found = own["a_killed_process"]
         assert "Process 3 died" in found.get("killed", ""), found
         assert found["after_s"] < 60
+
+
+@pytest.mark.ci
+def test_that_process_0_was_killed_is_said_by_all_others(tmp_path):
+    """By an error, or on standard error before JAX ends them."""
+    run_four(tmp_path, ["the_first_is_killed"], [[KILLED]] + [[0, 1, ABORTED]] * 3)
+    for process in range(1, 4):
+        assert "Process 0 died" in (tmp_path / f"log_{process}").read_text()
 
 
 @pytest.mark.slow
