@@ -15,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
+from autopar.runtime.stacks import StackedArray
 from tests.equivalence.pipelines import WIDTH, assert_equal, batch_of, check, own_buffers
 
 NUM_LAYERS = 4
@@ -179,8 +180,8 @@ def test_unlike_stages_hold_their_own_rows(name: str) -> None:
     assert set(splits(plan).values()) == {rows} and len(splits(plan)) == 6
     assert not plan.warnings
     mine, _ = parallel(own_buffers(state), batch_of(0))
-    weights = mine["params"]["w"]
-    assert isinstance(weights, autopar.DistributedArray)
+    weights: Any = mine["params"]["w"]
+    assert isinstance(weights, autopar.DistributedArray) and isinstance(weights, StackedArray)
     assert [part.shape[0] for part in weights.parts] == list(rows)
     first, last = weights.meshes[0].devices, weights.meshes[-1].devices
     assert set(first).isdisjoint(last)
