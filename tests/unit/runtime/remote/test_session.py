@@ -12,7 +12,7 @@ import pytest
 
 from autopar.errors import ClusterError, WorkerError
 from autopar.ir.remote import ShardedType
-from autopar.runtime.remote.arrays import Copy
+from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.remote.session import RemoteSession
@@ -212,7 +212,7 @@ def test_a_fetch_that_is_interrupted_leaves_nothing_in_the_workers(gpus: GpuSess
 
     mesh.group.submit = submit  # type: ignore[method-assign]
     by_rows = ShardedType((4,), np.dtype(np.float32), (2,), ("x",), (0,), (0, 1))
-    array: Any = SimpleNamespace(copies=[Copy(mesh, 1, by_rows)])
+    array = DistributedArray(gpus, (4,), by_rows.dtype, False, (Copy(mesh, 1, by_rows),))
     with pytest.raises(KeyboardInterrupt):
         gpus.fetch(array)
     assert discarded == list(enumerate(asked)) and len(asked) == 2
