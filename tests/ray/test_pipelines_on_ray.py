@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 import autopar
 from autopar.ir.pipeline import Run
 from autopar.ir.schedule import SCHEDULES
-from tests.equivalence.pipelines import assert_equal, own_buffers
+from tests.equivalence.pipelines import assert_equal, check, own_buffers
+from tests.equivalence.pipelines import batch_of as stack_batch
 from tests.equivalence.test_models import (
     NUM_STEPS,
     TINY,
@@ -23,6 +25,7 @@ from tests.equivalence.test_models import (
     batch_of,
     reference,
 )
+from tests.equivalence.test_stacks import UNLIKE, splits, stacked, state_of, step_of
 from tests.ray.kills import Nodes
 from tests.ray.training import fetched
 
@@ -100,6 +103,26 @@ def test_pipeline_on_ray_equals_jit(name: str, stages: str, schedule: str) -> No
     assert devices == set(range(8))
     if stages == "2" and schedule != "interleaved_1f1b":
         assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["odd", "meshes", "shared"])
+def test_rows_of_stacked_parameters_are_where_their_layers_run(name: str, tmp_path: Path) -> None:
+    num, method, rows = UNLIKE[name]
+    optimizer = optax.adam(1e-2)
+    step, first = step_of(optimizer), state_of(optimizer, stacked(num))
+    parallel = check(step, first, method())
+    assert set(splits(parallel.last_executable.plan).values()) == {rows}
+    state, _ = parallel(own_buffers(first), stack_batch(0))
+    want, _ = jax.jit(step)(first, stack_batch(0))
+    after, _ = jax.jit(step)(want, stack_batch(1))
+    ends = [copy.rows for copy in state["params"]["w"].copies]
+    assert [end - start for start, end in ends] == list(rows)
+    autopar.save_checkpoint(tmp_path, state, 1)
+    restored = autopar.restore_checkpoint(tmp_path, parallel)
+    assert_equal(fetched(restored), want)
+    assert_equal(fetched(parallel(restored, stack_batch(1))[0]), after)
+    other = autopar.parallelize(step, method="shard")
+    assert_equal(fetched(other(state, stack_batch(1))[0]), after)
 
 
 def test_a_step_on_ray_is_traced(tmp_path: Path) -> None:

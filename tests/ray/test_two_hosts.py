@@ -19,9 +19,7 @@ import autopar
 from autopar.errors import WorkerError
 from autopar.runtime.checkpoints.find import latest_step
 from examples.models import Example, build
-from tests.equivalence.pipelines import assert_equal, check, own_buffers
-from tests.equivalence.pipelines import batch_of as stack_batch
-from tests.equivalence.test_stacks import UNLIKE, splits, stacked, state_of, step_of
+from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.ray import kills
 from tests.ray.training import fetched
 
@@ -81,28 +79,6 @@ def test_a_pipeline_in_this_process_equals_jit(name: str) -> None:
         autopar.shutdown()
     meshes = {frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(state.params)}
     assert {frozenset({0, 1}), frozenset({2, 3})} <= meshes
-
-
-@pytest.mark.parametrize("name", ["odd", "shared"])
-def test_rows_of_stacked_parameters_are_where_their_layers_run(
-    cluster: None, name: str, tmp_path: Path
-) -> None:
-    num, method, rows = UNLIKE[name]
-    optimizer = optax.adam(1e-2)
-    step, first = step_of(optimizer), state_of(optimizer, stacked(num))
-    parallel = check(step, first, method())
-    assert set(splits(parallel.last_executable.plan).values()) == {rows}
-    state, _ = parallel(own_buffers(first), stack_batch(0))
-    want, _ = jax.jit(step)(first, stack_batch(0))
-    after, _ = jax.jit(step)(want, stack_batch(1))
-    ends = [copy.rows for copy in state["params"]["w"].copies]
-    assert [end - start for start, end in ends] == list(rows)
-    autopar.save_checkpoint(tmp_path, state, 1)
-    restored = autopar.restore_checkpoint(tmp_path, parallel)
-    assert_equal(fetched(restored), want)
-    assert_equal(fetched(parallel(restored, stack_batch(1))[0]), after)
-    other = autopar.parallelize(step, method="shard")
-    assert_equal(fetched(other(state, stack_batch(1))[0]), after)
 
 
 @pytest.mark.parametrize("name", MODELS)

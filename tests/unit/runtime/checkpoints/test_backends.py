@@ -74,12 +74,13 @@ class TwoWorkers:
 
 @pytest.fixture(autouse=True)
 def backend() -> Iterator[None]:
-    before = list(_registered)
+    before = dict(_registered)
     two = TwoWorkers()
     register_backend(Elsewhere, two)
     register_backend(ElsewherePlace, two)
     yield
-    _registered[:] = before
+    _registered.clear()
+    _registered.update(before)
 
 
 def state(**options: Any) -> dict[str, Any]:

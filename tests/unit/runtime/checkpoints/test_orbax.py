@@ -157,7 +157,7 @@ def test_arrays_of_a_cluster_are_not_for_orbax(tmp_path: Path):
         with pytest.raises(ArgumentError, match=r"\['x'\] is on the meshes of a cluster"):
             autopar.save_checkpoint(tmp_path, {"x": Elsewhere()}, 1, format="orbax")
     finally:
-        del _registered[0]
+        del _registered[Elsewhere]
 
 
 def test_a_damaged_folder(tmp_path: Path):

@@ -35,8 +35,9 @@ def test_places_of_a_steps_inputs() -> None:
     assert [place.weak_type for place in places] == [False, True, False, False]
     assert [place.dtype for place in places] == [aval.dtype for aval in avals]
     # Workers hold the data of a key.
-    assert (places[0].shape, places[0].type.shape) == ((), (2,))
-    assert places[0].type.dtype == np.uint32
-    assert places[2].type.layout == plan.inputs[2].layout
-    assert places[2].mesh.devices == tuple(range(8))
+    (key,), (weights,) = places[0].parts, places[2].parts
+    assert (places[0].shape, key.type.shape) == ((), (2,))
+    assert key.type.dtype == np.uint32
+    assert weights.type.layout == plan.inputs[2].layout
+    assert weights.mesh.devices == tuple(range(8)) and weights.rows is None
     assert isinstance(backend_of(places[0]), RemoteBackend)
