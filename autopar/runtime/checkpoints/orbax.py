@@ -67,7 +67,8 @@ def begin_orbax_save(
         if not isinstance(backend_of(named.leaf), LocalBackend):
             raise ArgumentError(
                 f"save_checkpoint(format='orbax'): {named.key} is on the meshes of a cluster or "
-                "in parts on several meshes, and orbax writes the arrays of a single group of processes. Use format='autopar'."
+                "in parts on several meshes, and orbax writes the arrays of a single group of "
+                "processes. Use format='autopar'."
             )
     final = directory / str(step)
     if final.exists() and not overwrite:
