@@ -55,7 +55,7 @@ def staged(forward: Callable[[Any, Any], Any], num_layers: int) -> StagePrograms
     loop = looped.program.equations[looped.loop]
     layers = find_layers(loop.bodies[0], 2, batch=loop_batch(loop))
     attached = attach_layers(loop.bodies[0], layers)
-    sliced = slice_step(looped, attached, (0, 1), stacks=lambda _: True)
+    sliced = slice_step(looped, attached, (0, 1), stacks=None)
     shardings = [unsharded(stage.step.program) for stage in sliced.stages]
     return cut_into_stage_programs(sliced.stages, shardings, MICRO_BATCHES, stage_mesh=(0, 1))
 
