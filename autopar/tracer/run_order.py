@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from autopar.ir.graph import Node, NodeKind
 from autopar.tracer.costs import REDUCTIONS
-from autopar.tracer.regions import UPDATE
+from autopar.tracer.regions import BACKWARD, UPDATE
 
 
 def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> list[int]:
@@ -50,12 +50,12 @@ def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> 
 
 
 def _late_gradients(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, int]:
-    """Products and scatters that nothing but the update waits for, and their reductions, with the
-    times at which they run. XLA hides collectives under compute and plans backwards from the end,
-    where all of these products are ready: they take turns with the products that the backward pass
-    waits for until there are none left, which is so halfway through it. So the first half of the
-    backward pass has none of them, and the operands of half of them are kept at once. Their partial
-    sums wait for the end, where their reductions are merged.
+    """Products, scatters and sums that nothing but the update waits for, and their reductions, with
+    the times at which they run. XLA hides collectives under compute and plans backwards from the
+    end, where all of these are ready: they take turns with what the backward pass waits for until
+    there are none left, which is so halfway through it. So the first half of the backward pass has
+    none of them, and the operands of half of them are kept at once. Their partial sums wait for the
+    end, where their reductions are merged.
 
     In a loop's body they come last: their sums with the carry do."""
     late = _latest_times(nodes, producer)
@@ -73,8 +73,8 @@ def _late_gradients(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int
 
 
 def _latest_times(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, int]:
-    """The products and scatters that something waits for only at the end of the step or of a loop's
-    body, and that time."""
+    """The products, scatters and sums of the backward pass that something waits for only at the end
+    of the step or of a loop's body, and that time."""
     carried = {
         value
         for index, node in enumerate(nodes)
@@ -95,15 +95,24 @@ def _latest_times(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, 
             need = index
         elif after and None not in after:
             need = min(time for time in after if time is not None)
+        is_sum = node.name in REDUCTIONS and _reduces(node)
         is_product = node.is_heavy or is_scatter_add(node.name)
-        if need is not None and need > index and is_product:
+        comes_late = is_product or (is_sum and node.region == BACKWARD)
+        if need is not None and need > index and comes_late:
             late[index] = need
-        if is_product or node.kind is NodeKind.MERGE or node.name in REDUCTIONS:
+        if is_product or is_sum or node.kind is NodeKind.MERGE:
             need = None
         for value in node.operands:
             before = needed.get(value, need)
             needed[value] = None if need is None or before is None else min(before, need)
     return late
+
+
+def _reduces(node: Node) -> bool:
+    """Not over dimensions of size 1, as in the gradient of a broadcast."""
+    kept = {f for dims in node.rule.results for factors in dims for f in factors}
+    read = {f for dims in node.rule.operands for factors in dims for f in factors}
+    return bool(read - kept)
 
 
 def _end_of_passes(nodes: Sequence[Node]) -> int:

@@ -60,6 +60,31 @@ def test_gradients_of_parameters_come_late_where_collectives_are_hidden() -> Non
     assert len(reduced) == num_layers and all(time > last for time in reduced)
 
 
+def test_sums_for_parameters_come_late_where_collectives_are_hidden() -> None:
+    """So do the sums over rows that are gradients of scales; what they sum up is kept."""
+
+    def loss_of(w, x):
+        for scale, layer in w:
+            x = jnp.tanh((x * scale) @ layer)
+        return jnp.sum(x)
+
+    def times(overlaps: bool) -> list[int]:
+        weights = [(array(64), array(64, 64))] * 6
+        graph = graph_of(train(loss_of), weights, array(32, 64), overlaps=overlaps)
+        return [
+            graph.liveness.times[index]
+            for index, node in enumerate(graph.nodes)
+            if node.name == "reduce_sum"
+            and [graph.values[v].shape for v in (*node.operands, *node.results)]
+            == [(32, 64), (64,)]
+        ]
+
+    early, late = times(overlaps=False), times(overlaps=True)
+    assert len(early) == len(late) == 6
+    assert all(one < other for one, other in zip(early, late, strict=True))
+    assert late[0] >= early[2]
+
+
 def test_gradients_in_a_loop_come_last_in_its_body() -> None:
     """Gradients that a loop over micro-batches adds up wait for the end of the body."""
 
