@@ -431,3 +431,8 @@ def mesh_of_cluster(cluster: ClusterSpec, shape: tuple[int, ...]) -> LogicalMesh
         num_on_host=cluster.devices_per_host,
         away_beta=cluster.devices_per_host / cluster.spec.host_bandwidth,
     )
+
+
+def last_axis(shape: tuple[int, ...]) -> int:
+    """The size of a mesh's last axis; 1 if it has one axis only."""
+    return shape[-1] if len(shape) > 1 else 1

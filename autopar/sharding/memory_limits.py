@@ -8,6 +8,7 @@ grow with depth.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -192,3 +193,49 @@ def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:
         change[life.start] += size
         change[life.end + 1] -= size
     return float(np.cumsum(change).max(initial=0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryByRows:
+    """The least that a step in micro-batches takes over time, as a function of their number: values
+    that hold rows of the batch shrink with it, all others stay.
+
+    num_micro_batches: of the graph that it was read from.
+    state: bytes of the arguments on one device, as those below.
+    fixed, by_rows: bytes at every time, of values without and with rows.
+    """
+
+    num_micro_batches: int
+    state: float
+    fixed: np.ndarray
+    by_rows: np.ndarray
+
+    def floor(self, num_micro_batches: int) -> float:
+        """A lower bound on the peak of every plan on as many devices that recomputes nothing more:
+        every value divided evenly. The whole batch at once needs no sums of gradients, so only the
+        state counts there beside the rows."""
+        ratio = self.num_micro_batches / num_micro_batches
+        fixed = self.fixed if num_micro_batches > 1 else self.state
+        return float((fixed + ratio * self.by_rows).max(initial=0.0))
+
+
+def memory_by_rows(graph: Graph, num_micro_batches: int, num_devices: int) -> MemoryByRows:
+    """`graph`: of a step that loops over so many micro-batches. What is outside of the loop, or
+    what it stacks, has the rows of the whole batch, whatever their number."""
+    has_rows = {
+        result
+        for node in graph.nodes
+        if node.batch_factor is not None and node.weight >= num_micro_batches
+        if node.name != "scan_stack" or node.weight > num_micro_batches
+        for result, dims in zip(node.results, node.rule.results, strict=True)
+        if any(dim and dim[0] == node.batch_factor for dim in dims)
+    }
+    changes = np.zeros((2, len(graph.nodes) + 2))
+    for life in graph.liveness.lives:
+        size = graph.values[life.value].num_bytes * life.count / num_devices
+        change = changes[int(life.value in has_rows)]
+        change[life.start] += size
+        change[life.end + 1] -= size
+    fixed, by_rows = np.cumsum(changes, axis=1)
+    state = sum(graph.values[graph.inputs[i]].num_bytes for i, _ in graph.state) / num_devices
+    return MemoryByRows(num_micro_batches, state, fixed, by_rows)

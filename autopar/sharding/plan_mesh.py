@@ -20,7 +20,7 @@ from math import inf
 from autopar.errors import AutoparError, MemoryBudgetError, MeshError, SolverError, SpecError
 from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.graph import Graph, check_graph
-from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, last_axis
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.assign import assign_layouts
@@ -273,6 +273,8 @@ def _best_sharding(problem: MeshProblem, log: PlanningLog) -> GraphSharding:
     refusals: dict[LogicalMesh, AutoparError] = {}
     failures: list[Failure] = []
     step, meshes = problem.step, problem.meshes
+    if not log.deadline.allows():  # few are solved: the most promising first
+        meshes = sorted(meshes, key=lambda mesh: log.axis_costs.get(last_axis(mesh.shape), inf))
     part = log.deadline.part(_SOLVING if len(meshes) > 1 else 1.0)
     while True:
         shardings, later = _solved_meshes(problem, meshes, part, refusals, failures, log)

@@ -16,6 +16,7 @@ from autopar.lower.planned_step import PlannedStep
 from autopar.methods import ShardingOptions
 from autopar.progress import Best, Progress, logged, showing
 from autopar.sharding.deadline import Deadline, interrupts_end
+from autopar.sharding.memory_limits import MemoryByRows
 from autopar.tracer.known_graphs import KnownGraphs
 
 # What a pass is called on the terminal, where its name does not say it.
@@ -46,6 +47,9 @@ class PlanningLog:
     work_s:          no plan of the whole step takes less (`ShardingProblem.work_s`); 0 if unknown.
     prices:          submesh -> the price per byte at which a stage fitted there last.
     graphs:          of the steps that were looked at last.
+    memory:          what the step takes in micro-batches, by their number; None if unknown.
+    axis_costs:      size of a mesh's last axis, 1 for meshes of one axis -> what the step costs on
+                     submeshes of such a shape, relative to the best; empty if unknown.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -59,6 +63,8 @@ class PlanningLog:
     work_s: float = 0.0
     prices: dict[Submesh, float] = field(default_factory=dict)
     graphs: KnownGraphs = field(default_factory=KnownGraphs)
+    memory: MemoryByRows | None = None
+    axis_costs: dict[int, float] = field(default_factory=dict)
 
     @contextmanager
     def limited(self, options: ShardingOptions) -> Iterator[None]:

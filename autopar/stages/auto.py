@@ -331,13 +331,12 @@ def _recomputed_s(task: AutoTask, num_micro_batches: int) -> float:
 
 def _fitted_on_one_mesh(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     """A plan of the whole batch, or of one that is cut. Past the deadline, what is not likely to
-    fit is not tried first."""
-    late = not task.log.deadline.allows()
-    if late and task.number_is_free and not _may_fit(task):
-        planned = _with_micro_batches(task, outcomes)
-        if planned is not None:
-            return planned
-        return outcomes.on_one_mesh()
+    fit is not tried first; what is known not to fit is not tried at all."""
+    if task.number_is_free:
+        if _floor(task, 1) > task.budget_bytes:
+            return _with_micro_batches(task, outcomes)
+        if not task.log.deadline.allows() and not _may_fit(task):
+            return _with_micro_batches(task, outcomes) or outcomes.on_one_mesh()
     return outcomes.on_one_mesh() or _with_micro_batches(task, outcomes)
 
 
@@ -375,6 +374,7 @@ def _cut_plans(task: AutoTask, outcomes: _Outcomes) -> Iterator[PlannedStep]:
     rows = batch_rows(task.source.whole)
     numbers = [2**k for k in range(1, rows.bit_length()) if rows % 2**k == 0]
     tried = _MicroBatchTries(task)
+    numbers = [number for number in numbers if not tried.is_known_too_large(number)]
     if not task.log.deadline.allows():  # only those that are likely to fit
         likely = next((number for number in numbers if _may_fit(task, number)), None)
         while likely is not None:
@@ -429,8 +429,20 @@ class _MicroBatchTries:
                 return is_too_large
         return True
 
+    def is_known_too_large(self, number: int) -> bool:
+        """Whether so many need more than there is, by what another number takes."""
+        floor = _floor(self.task, number)
+        if floor > self.task.budget_bytes:
+            self._note_need(number, floor)
+        return floor > self.task.budget_bytes
+
     def is_too_large(self, number: int) -> bool | None:
         """Whether so many need more than there is, in any layout; None if they are refused."""
+        if self.is_known_too_large(number):
+            return True
+        memory = self.task.log.memory
+        if memory is not None and memory.floor(number) <= self.task.budget_bytes:
+            return False
         try:
             floor = self.task.whole(number).peak_floor(self.task.budget_bytes)
         except Exception as error:
@@ -494,9 +506,23 @@ def _bytes_without_recomputation(
     return (task.state_bytes + held / num_micro_batches) / task.cluster.num_devices
 
 
+def _floor(task: AutoTask, num_micro_batches: int) -> float:
+    """A lower bound on what every plan on one mesh takes that has so many micro-batches, by the
+    graph of another number, less all that recomputation can free; 0 if there is none."""
+    memory, layers = task.log.memory, task.layers
+    if memory is None or layers is None or task.host:
+        return 0.0
+    freed = 0.0
+    if task.method.options.remat != "none":
+        freed = sum(max(0, layer.residual_bytes - layer.kept_bytes) for layer in layers)
+    return memory.floor(num_micro_batches) - freed / num_micro_batches / task.cluster.num_devices
+
+
 def _may_fit(task: AutoTask, num_micro_batches: int = 1) -> bool:
     """Whether so many micro-batches may fit on all devices: state, what every layer keeps if all
     are recomputed, and the largest layer, divided evenly."""
+    if _floor(task, num_micro_batches) > task.budget_bytes:
+        return False
     if (layers := task.layers) is None:
         return True
     held = sum(layer.kept_bytes for layer in layers)

@@ -31,7 +31,8 @@ from autopar.sharding.constraints import (
 )
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.layout_constraints import LayoutConstraints
-from autopar.sharding.memory_budget import memory_budget, state_floor
+from autopar.sharding.memory_budget import corrected, memory_budget, state_floor
+from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
 from autopar.stages.layer_tables import PRICES, node_places, stage_tables
@@ -119,6 +120,7 @@ def choose_stages(
         with log.timed("search"):
             choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
     log.search = report
+    log.axis_costs = maker.bench.cost_by_last_axis()
     return StageSearch(
         choice, report, None, tables, all_of_it, dict(excess or {}), maker.bench.plain
     )
@@ -221,6 +223,11 @@ def _table_maker(
         graph = log.graphs.of(step)
         check_graph(graph)
         places = node_places(graph, step, looped.attached)
+        if log.memory is None:
+            number = step.num_micro_batches
+            log.memory = memory_by_rows(
+                corrected(graph, step, ShardParallel(options=options)), number, cluster.num_devices
+            )
     constraints = method_constraints(step, ShardParallel(options=options))
     with log.timed("tables"), paused_garbage_collector():
         bench = TableBench(

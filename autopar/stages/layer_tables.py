@@ -27,7 +27,7 @@ from autopar.cost.node_layers import NodeLayers, place_nodes
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
 from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, last_axis, mesh_of_cluster
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.ir.traced_step import TracedStep
 from autopar.progress import Progress
@@ -40,7 +40,7 @@ from autopar.sharding.problem import (
     StrategyFilter,
 )
 from autopar.sharding.solve import GraphSharding
-from autopar.stages.table_bench import Pricer, TableBench, last_axis
+from autopar.stages.table_bench import Pricer, TableBench
 
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 

@@ -13,7 +13,7 @@ from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
 from autopar.cost.node_layers import NodeLayers
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.ir.graph import Graph, NodeKind
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, last_axis
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.sharding.combine import at_price
@@ -264,8 +264,3 @@ class Pricer:
             elif term.any():
                 add(edges, (min(u, v), max(u, v)), term if u < v else term.T)
         return Limit(nodes, edges)
-
-
-def last_axis(shape: tuple[int, ...]) -> int:
-    """The size of a mesh's last axis; 1 if it has one axis only."""
-    return shape[-1] if len(shape) > 1 else 1

@@ -93,3 +93,15 @@ def test_meshes_that_were_not_solved_to_the_end_are_solved_when_they_matter(
     exact, rough = plans
     assert rough.estimated_step_s == pytest.approx(exact.estimated_step_s, rel=GOOD_GAP)
     assert rough.solver.gap == pytest.approx(exact.solver.gap, abs=GOOD_GAP)
+
+
+@pytest.mark.parametrize(("axis_costs", "shape"), [({1: 2.0, 2: 1.0}, (2, 2)), ({1: 1.0}, (4,))])
+def test_past_the_deadline_the_mesh_is_solved_that_tables_found_best(
+    axis_costs: dict[int, float], shape: tuple[int, ...]
+) -> None:
+    log = PlanningLog(axis_costs=axis_costs)
+    log.deadline.interrupt()
+    step = trace_step(product, (X, X))
+    planned = plan_mesh.plan_mesh(ShardingTask(step, CLUSTER, ShardParallel()), log)
+    assert planned.plan.mesh_shape == shape
+    assert log.deadline.left_out

@@ -15,9 +15,11 @@ from autopar.errors import MemoryBudgetError
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.step_source import StepSource
+from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.plan_whole import WholeStep
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import auto
+from autopar.tracer.build import build_graph
 from autopar.tracer.trace import StepOptions
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
@@ -273,6 +275,51 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
     monkeypatch.setattr(auto, "plan_whole", plan_whole)
     assert auto._fitted_on_one_mesh(task, auto._Outcomes(task)) == "a plan"
     assert numbers == ([4] if is_late else [1, 2, 4])
+
+
+@pytest.mark.parametrize("remat", ["none", "auto"])
+def test_micro_batches_that_another_number_shows_to_be_too_large_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch, remat: str
+) -> None:
+    """Four fit; of fewer, no program is made, not even to see whether recomputation helps."""
+    rows = jax.ShapeDtypeStruct((4096, 16), jnp.float32)
+    weights = [(jax.ShapeDtypeStruct((16, 64), jnp.float32),) * 2] * 6
+
+    @jax.checkpoint
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        return x + jnp.tanh(x @ up) @ down.T
+
+    def loss(weights: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for up, down in weights:
+            x = layer(x, up, down)
+        return jnp.mean(x**2)
+
+    def train_step(weights: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    source = StepSource.of(train_step, (weights, {"x": rows}), {}, StepOptions())
+    memory = memory_by_rows(build_graph(source.as_loop(8)), 8, HOSTS.num_devices)
+    options = autopar.ShardingOptions(memory_budget_bytes=memory.floor(4) * 1.5, remat=remat)
+    task = auto.AutoTask(source, autopar.AutoParallel(options=options), HOSTS, PlanningLog())
+    task.log.memory = memory
+    numbers = []
+    plan_whole = auto.plan_whole
+
+    def noted(step: WholeStep) -> PlannedStep:
+        numbers.append(step.num_micro_batches)
+        return plan_whole(step)
+
+    monkeypatch.setattr(auto, "plan_whole", noted)
+    planned = auto._fitted_on_one_mesh(task, auto._Outcomes(task))
+    assert planned is not None and planned.plan.num_micro_batches == 4
+    assert numbers == [4]
+    task.log.memory = None
+    numbers.clear()
+    again = auto._fitted_on_one_mesh(task, auto._Outcomes(task))
+    assert again is not None and again.plan.estimated_step_s == planned.plan.estimated_step_s
+    assert numbers == [1, 2, 4]
 
 
 def scanned_step(stack: Any, batch: dict[str, Any]) -> tuple[Any, Any]:

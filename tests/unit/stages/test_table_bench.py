@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.ir.mesh import last_axis
 from autopar.stages.layer_tables import _promising_first, mesh_shapes
-from autopar.stages.table_bench import TableBench, last_axis
+from autopar.stages.table_bench import TableBench
 
 SUBMESHES = [(2, 8), (1, 8), (4, 8)]
 
