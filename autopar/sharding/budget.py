@@ -49,6 +49,7 @@ Solve = Callable[[PairwiseProblem], tuple[Choice, float]]  # (choice, lower boun
 
 _MAX_ESCALATIONS = 9
 _ESCALATION = 6.0
+_MOST_LATE = 3  # escalations, in large steps, once time is up
 _FIRST_PRICE = 0.1  # relative to the price at which the excess costs as much as the step
 _MAX_CUTS = 5
 _MAX_MIXES = 4
@@ -228,20 +229,29 @@ class _BudgetSearch:
         return self.add(choice)
 
     def escalate(self) -> None:
-        """Raise prices until something fits, or nothing changes any more."""
+        """Raise prices until something fits, or nothing changes any more. When time is up, they
+        rise in large steps: what does not fit at a low price is not known not to fit."""
         excess = max(self.peaks[0] - self.budget, 1.0)
-        price = self.price or _FIRST_PRICE * max(self.costs[0], 1e-30) / excess
+        first = _FIRST_PRICE * max(self.costs[0], 1e-30) / excess
+        price = self.price or first
+        num_late = 0
         for _ in range(_MAX_ESCALATIONS):
+            if num_late > _MOST_LATE:
+                return
             over = self.broken_rows()
             before = len(self.rows)
             if any(self.rows[at].floor() > self.budget for at in over):
                 # Nothing fits, proven. Find out by how much, and stop.
                 self.solve_at(dict.fromkeys(over, price * _ESCALATION**6 / len(over)))
                 return
-            if self.solve_at(dict.fromkeys(over, price / len(over))) or self.is_over():
+            if self.solve_at(dict.fromkeys(over, price / len(over))) or self.bound >= self.cutoff:
                 return
             repeated = self.seen[-1] in self.seen[:-1] and len(self.rows) == before
-            price *= _ESCALATION**2 if repeated else _ESCALATION
+            if self.is_over():
+                num_late += 1
+                price = max(price, first) * _ESCALATION**3
+            else:
+                price *= _ESCALATION**2 if repeated else _ESCALATION
 
     def broken_rows(self) -> list[int]:
         """The rows that some recent solution broke."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from jax.sharding import PartitionSpec
 
@@ -138,8 +139,8 @@ def _fitted(problem: MeshProblem, key: tuple, known: KnownStages, log: PlanningL
     named = (*key, problem.step.name)
     if named in known.misfits:
         raise known.misfits[named]
-    found, enough = known.fitted.get(key), problem.task.enough
-    if found is not None and is_good(found.objective, found.gap, enough):
+    found = _known_to_fit(problem, key, known)
+    if found is not None and is_good(found.objective, found.gap, problem.task.enough):
         return solution_as(problem, found.of_graph(problem.graph))
     try:
         solution = solve_mesh(problem, log)
@@ -148,6 +149,21 @@ def _fitted(problem: MeshProblem, key: tuple, known: KnownStages, log: PlanningL
         raise
     known.fitted[key] = solution.sharding
     return solution
+
+
+def _known_to_fit(problem: MeshProblem, key: tuple, known: KnownStages) -> GraphSharding | None:
+    """The sharding of an equal stage; else of the nearest one that keeps more micro-batches, which
+    fits all the more. Of the latter, no bound is known but that without a budget."""
+    if key in known.fitted:
+        return known.fitted[key]
+    *same, in_flight = key
+    others = {k[-1]: s for k, s in known.fitted.items() if list(k[:-1]) == same}
+    more = [count for count in others if count > in_flight]
+    if not more:
+        return None
+    free = problem.task.known or {}
+    bounds = [free[mesh].lower_bound if mesh in free else -inf for mesh in problem.meshes]
+    return replace(others[min(more)], lower_bound=min(bounds))
 
 
 def unbounded_peak(

@@ -54,3 +54,16 @@ def test_a_solution_that_is_enough_ends_the_search() -> None:
             assert first.num_solves <= exact.num_solves
             assert first.lower_bound <= exact.objective * (1 + 1e-9)
             assert first.objective >= exact.objective * (1 - GOOD_GAP)
+
+
+@pytest.mark.parametrize("first_price", [1e-12, 1e-9, 0.0])
+def test_what_fits_is_found_even_if_time_is_up(first_price: float) -> None:
+    """A price at which nothing fits yet says nothing of higher ones."""
+    best = solve_within_budget(chain_problem(), 1e9)
+    assert best.choice is not None
+    budget = 0.8 * float(Holdings(chain_problem(), 1.0).bytes_at(best.choice).max())
+    in_time = solve_within_budget(chain_problem(), budget)
+    late = solve_within_budget(chain_problem(), budget, time_limit_s=0.0, first_price=first_price)
+    assert in_time.choice is not None and late.choice is not None
+    assert late.peak_bytes <= budget
+    assert late.lower_bound <= in_time.objective * (1 + 1e-9) <= late.objective * (1 + 1e-9)

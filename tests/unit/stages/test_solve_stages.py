@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import stage_plans
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped
 from autopar.stages.pipeline_task import PipelineTask
+from autopar.stages.solve_pipeline import pipeline_gap
 from autopar.stages.solve_stages import _enough, solve_stages
 from autopar.tracer.trace import StepOptions
 
@@ -79,6 +81,39 @@ def test_equal_stages_are_solved_once(looped, monkeypatch) -> None:
         assert alone.program == stages.solved[k].plan.program
         found = stages.solved[k].plan.inputs
         assert [t.layout for t in alone.inputs] == [t.layout for t in found]
+
+
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_a_stage_takes_what_fits_an_equal_one_that_keeps_more(looped, monkeypatch, share) -> None:
+    """In 1f1b, the second of the two in the middle keeps one micro-batch less."""
+    names = []
+    solve = stage_plans.solve_mesh
+
+    def counted(problem: Any, log: Any) -> Any:
+        names.append(problem.step.name)
+        return solve(problem, log)
+
+    options = {}
+    if share is not None:
+        first = solve_stages(task("1f1b"), looped, list(SPECS)).solved[1]
+        options = {"memory_budget_bytes": share * first.plan.estimated_peak_bytes}
+    monkeypatch.setattr(stage_plans, "solve_mesh", counted)
+    specs = [replace(spec, submesh=(1, 2), mesh_shape=(2,)) for spec in SPECS]
+    try:
+        shared = solve_stages(task("1f1b", **options), looped, specs)
+    except MemoryBudgetError:
+        pytest.skip("a stage at the ends does not fit")
+    one, other = shared.solved[1], shared.solved[2]
+    assert one.objective == pytest.approx(max(s.objective for s in (one, other)))
+    assert other.lower_bound <= other.objective
+    if share is None:
+        assert len(names) == 3
+    monkeypatch.setattr(stage_plans, "_known_to_fit", lambda *_: None)
+    alone = solve_stages(task("1f1b", **options), looped, specs)
+    assert pipeline_gap(shared.solved, 4) >= 0
+    for mine, own in zip(shared.solved, alone.solved, strict=True):
+        assert own.objective <= mine.objective <= max(s.objective for s in alone.solved) * 1.005
+        assert mine.lower_bound <= own.objective * (1 + 1e-9)
 
 
 def test_what_is_asked_of_a_stage_by_name_is_not_shared(looped, monkeypatch) -> None:
