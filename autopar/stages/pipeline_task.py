@@ -23,7 +23,7 @@ from autopar.stages.looped import (
     with_even_stacks,
 )
 from autopar.stages.stage_plans import KnownStages, SolvedStage
-from autopar.tracer.build import build_graph
+from autopar.tracer.equal_graphs import EqualGraphs
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class PipelineTask:
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
     to_the_end: if no pipeline is found in time, search on.
     cuts, graphs: the stages that were cut last, and their graphs.
+    equal_graphs: those of all stages, for equal ones.
     """
 
     method: PipeshardParallel
@@ -87,6 +88,7 @@ class PipelineTask:
     misfits: list[StageMisfit] = field(default_factory=list)
     cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
     graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)
+    equal_graphs: EqualGraphs = field(default_factory=EqualGraphs)
 
     @property
     def owners(self) -> Mapping[int, int] | None:
@@ -131,7 +133,7 @@ class PipelineTask:
         """The graph of a stage of the last cut."""
         if id(cut) not in self.graphs:
             with self.log.timed("graph"), paused_garbage_collector():
-                self.graphs[id(cut)] = cut, build_graph(cut.step)
+                self.graphs[id(cut)] = cut, self.equal_graphs.of(cut.step)
         return self.graphs[id(cut)][1]
 
 

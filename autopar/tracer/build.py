@@ -91,7 +91,7 @@ class _Builder:
     def __init__(self, step: TracedStep) -> None:
         self.step = step
         self.program = step.program
-        self.values: list[Value] = [_value(*_type(aval)) for aval in self.program.avals]
+        self.values = type_values(step.program)
         self.nodes: list[Node] = []
         self.alias: dict[int, int] = {}  # program value -> graph value that replaces it
         self.shared: set[int] = set()  # inputs that have a USE node
@@ -515,6 +515,11 @@ class _Builder:
 
 _identity = lru_cache(maxsize=4096)(identity_rule)
 _FINISH = Node(NodeKind.FINISH, "finish", identity_rule(()), (), ())
+
+
+def type_values(program: Program) -> list[Value]:
+    """The program's values as far as their types tell."""
+    return [_value(*_type(aval)) for aval in program.avals]
 
 
 def _type(aval: ShapedArray) -> tuple[tuple[int, ...], Any]:
