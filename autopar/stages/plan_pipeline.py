@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.errors import ArgumentError, MemoryBudgetError, TraceError
+from autopar.errors import ArgumentError, MemoryBudgetError, SolverError, TraceError
 from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -66,6 +66,7 @@ from autopar.stages.submeshes import uniform_submesh
 # The time that a search at another number of micro-batches takes, relative to all before it.
 _AGAIN = 0.75
 _AGAIN_ON_FEW = 0.25  # if it looks at the submeshes of one plan only
+_SOLVING = 0.3  # the time that solving the stages of one pipeline takes, likewise
 _MOST_LESSONS = 3  # searches that are repeated because a stage did not fit
 _NEWS = 1.001  # an excess this much over the one known is worth another search
 
@@ -209,6 +210,11 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
             looped, search = smallest, again
     if search.choice is None:
         raise nothing_fits(looped, search.report, method.options, cluster)
+    if task.log.has_plan and not task.to_the_end and not _has_time(task, "pipelines", _SOLVING):
+        raise SolverError(
+            f"{looped.step.name}: there was no time left to solve a pipeline. Allow more with "
+            "ShardingOptions(planning_time_s=…)."
+        )
     planned, search = _fitted(task, looped, search, excess)
     if is_free and _recomputes_more(planned.plan, search.report):
         planned = _with_smaller(source, task, planned, excess)
@@ -226,11 +232,12 @@ def _fitted(
     plans = {plan.stages: plan for plan in search.report.best}
     misfit: MemoryBudgetError | None = None
     for _ in range(_MOST_LESSONS):
+        started = time.monotonic()
         try:
             return _best_solved(task, looped, search.report, until_misfit=True), search
         except MemoryBudgetError as error:
             has_others = task.log.has_plan or not task.to_the_end
-            if has_others and not task.log.deadline.allows():
+            if has_others and not task.log.deadline.allows(time.monotonic() - started):
                 raise
             misfit = error
             again = _with_less_room(task, search, excess)

@@ -18,7 +18,7 @@ from autopar.rewrite.step_source import StepSource
 from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.plan_whole import WholeStep
 from autopar.sharding.planning_log import PlanningLog
-from autopar.stages import auto
+from autopar.stages import auto, plan_pipeline
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace import StepOptions
 
@@ -355,3 +355,26 @@ def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
     if not searched:
         assert not plan.is_pipeline and plan.num_micro_batches > 1
         assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
+
+
+def test_with_a_plan_at_hand_no_pipeline_is_solved_for_which_there_is_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stack = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32)
+    batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    options = autopar.ShardingOptions(memory_budget_bytes=44 * 2**20, planning_time_s=None)
+    choose = plan_pipeline.choose_stages
+
+    def until_time_is_up(*args: Any, **kwargs: Any) -> Any:
+        search = choose(*args, **kwargs)
+        args[3].deadline.interrupt()
+        return search
+
+    monkeypatch.setattr(plan_pipeline, "choose_stages", until_time_is_up)
+    monkeypatch.setattr(
+        plan_pipeline, "solve_pipeline", lambda *_: pytest.fail("a pipeline was solved")
+    )
+    method = autopar.AutoParallel(options=options)
+    plan = autopar.plan(scanned_step, stack, batch, cluster=HOSTS, method=method)
+    assert not plan.is_pipeline
+    assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
