@@ -374,7 +374,7 @@ def _cut_plans(task: AutoTask, outcomes: _Outcomes) -> Iterator[PlannedStep]:
     rows = batch_rows(task.source.whole)
     numbers = [2**k for k in range(1, rows.bit_length()) if rows % 2**k == 0]
     tried = _MicroBatchTries(task)
-    numbers = [number for number in numbers if not tried.is_known_too_large(number)]
+    numbers = [n for n in numbers if not tried.is_known_too_large(n)] or numbers
     if not task.log.deadline.allows():  # only those that are likely to fit
         likely = next((number for number in numbers if _may_fit(task, number)), None)
         while likely is not None:
@@ -438,8 +438,6 @@ class _MicroBatchTries:
 
     def is_too_large(self, number: int) -> bool | None:
         """Whether so many need more than there is, in any layout; None if they are refused."""
-        if self.is_known_too_large(number):
-            return True
         memory = self.task.log.memory
         if memory is not None and memory.floor(number) <= self.task.budget_bytes:
             return False

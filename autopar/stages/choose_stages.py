@@ -35,7 +35,7 @@ from autopar.sharding.memory_budget import corrected, memory_budget, state_floor
 from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
-from autopar.stages.layer_tables import PRICES, node_places, stage_tables, tables_deadline
+from autopar.stages.layer_tables import PRICES, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
@@ -49,8 +49,6 @@ from autopar.stages.table_bench import TableBench
 MANY_DEVICES = 128
 # Share of the time left for one search of the tables.
 _SEARCH = 0.25
-# Of the time for tables, the share of those in which memory has no price, each time some are made.
-_PLAIN = 0.5
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
 # Micro-batches of fewer rows than a host has devices must promise this much: tables know little.
@@ -187,13 +185,11 @@ class _TableMaker:
     graph: Graph
     constraints: LayoutConstraints
     bench: TableBench
-    deadline: Deadline  # of all tables
     late: list[Submesh] = field(default_factory=list)  # for which there was no time
 
     def tables(
         self, submeshes: Sequence[Submesh], prices: Sequence[float] = PRICES
     ) -> list[LayerTable]:
-        """Without prices, half of the time is left for those with them."""
         step, method = self.step, ShardParallel(options=self.options)
         remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
         with self.log.timed("tables"), paused_garbage_collector():
@@ -211,7 +207,6 @@ class _TableMaker:
                 remat=remat if self.has_backward else (False,),
                 bench=self.bench,
                 log=self.log,
-                deadline=self.deadline if prices else self.deadline.part(_PLAIN),
                 late=self.late,
             )
 
@@ -238,10 +233,7 @@ def _table_maker(
         bench = TableBench(
             graph, places, step.num_micro_batches, options.fold_layers, options.solver
         )
-    deadline = tables_deadline(log.deadline)
-    return _TableMaker(
-        step, looped.has_backward, options, cluster, log, graph, constraints, bench, deadline
-    )
+    return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
 
 
 # -- another number of micro-batches
@@ -312,15 +304,10 @@ def _search_many(
         if not table.remat and may_lack_memory(table, setting, least_s, known_s)
     }
     if lacking:
-        tables = _with_priced(tables, maker.tables([s for s in submeshes if s in lacking]))
+        tables = [table for table in tables if table.submesh not in lacking]
+        tables += maker.tables([s for s in submeshes if s in lacking])
         choice, report, _ = _search_tables(tables, setting, maker.log)
     return tables, choice, replace(report, notes=(*report.notes, *_left_out(slow)))
-
-
-def _with_priced(plain: Sequence[LayerTable], priced: Sequence[LayerTable]) -> list[LayerTable]:
-    """Tables without prices of memory, but for those meshes that have tables with prices."""
-    made = {(table.submesh, table.mesh_shape) for table in priced}
-    return [t for t in plain if (t.submesh, t.mesh_shape) not in made] + list(priced)
 
 
 def _search_tables(

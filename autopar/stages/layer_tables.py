@@ -67,7 +67,6 @@ def stage_tables(
     time_limit_s: float = 5.0,
     bench: TableBench | None = None,
     log: PlanningLog | None = None,
-    deadline: Deadline | None = None,
     late: list[Submesh] | None = None,
 ) -> list[LayerTable]:
     """Tables of these submeshes. A mesh on which the constraints cannot be met, or autopar fails,
@@ -78,8 +77,7 @@ def stage_tables(
     forbidden:    collectives that may not be used.
     time_limit_s: of one solve.
     bench:        made of the same graph and options before.
-    log:          takes the failures.
-    deadline:     for these tables; a share of the log's by default.
+    log:          takes the failures, and has the deadline.
     late:         takes the submeshes for which there was no time; one is made at least.
     """
     log = log or PlanningLog()
@@ -87,7 +85,7 @@ def stage_tables(
     made: dict[Submesh, dict[tuple[int, ...], list[LayerTable]]] = {}
     refused: list[AutoparError] = []
     failures: list[Failure] = []
-    deadline, took_s = deadline or tables_deadline(log.deadline), 0.0
+    deadline, took_s = log.deadline.part(_tables_share(log.deadline)), 0.0
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
     with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
         near_even = sorted(submeshes, key=lambda s: _from_even(s, cluster, places))
@@ -145,13 +143,13 @@ def _promising_first(
                 yield submesh, best
 
 
-def tables_deadline(whole: Deadline) -> Deadline:
-    """The part of the time left that all tables of a search may take. Solving the stages of one
-    pipeline then takes about as long as it took to trace the step and read its graph."""
-    left, share = whole.left_s, TABLES_SHARE
-    if left not in (0.0, inf):
-        share = max(_LEAST_SHARE, min(TABLES_SHARE, 1 - whole.elapsed_s / left))
-    return whole.part(share)
+def _tables_share(deadline: Deadline) -> float:
+    """The share of the time left that all tables may take. Solving the stages of one pipeline then
+    takes about as long as it took to trace the step and read its graph."""
+    left = deadline.left_s
+    if left in (0.0, inf):
+        return TABLES_SHARE
+    return max(_LEAST_SHARE, min(TABLES_SHARE, 1 - deadline.elapsed_s / left))
 
 
 def _in_flight(num_micro_batches: int, submesh: Submesh, cluster: ClusterSpec) -> float:

@@ -59,7 +59,8 @@ def _gpt() -> tuple[Any, tuple[Any, ...]]:
 def test_every_stage_has_the_graph_that_is_built_of_it(
     make: Any, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = _stage_steps(*make(), num_stages)
+    step, args = make()
+    steps = _stage_steps(step, args, num_stages)
     built: list[Any] = []
 
     def counted(step: Any) -> Graph:
@@ -68,10 +69,10 @@ def test_every_stage_has_the_graph_that_is_built_of_it(
 
     monkeypatch.setattr(equal_graphs, "build_graph", counted)
     graphs = EqualGraphs()
-    for step in [*steps, *steps[::-1]]:
-        graph = graphs.of(step)
+    for stage in [*steps, *steps[::-1]]:
+        graph = graphs.of(stage)
         check_graph(graph)
-        _assert_equal(graph, build_graph(step))
+        _assert_equal(graph, build_graph(stage))
     if make is _plain:
         assert len(built) < len(steps)
 
