@@ -24,16 +24,17 @@ class EqualGraphs:
     """The last few graphs, by all that they depend on but names and numbers."""
 
     def __init__(self) -> None:
-        self._built: dict[Hashable, tuple[TracedStep, Graph]] = {}
+        # With the number of the program's values: its list of them may grow later.
+        self._built: dict[Hashable, tuple[TracedStep, int, Graph]] = {}
 
     def of(self, step: TracedStep) -> Graph:
         """The step's graph, as `build_graph` makes it."""
         key = _key(step)
         known = self._built.pop(key, None)
-        graph = None if known is None else _renumbered(known[1], known[0], step)
+        graph = None if known is None else _renumbered(*known, step)
         if known is None or graph is None:
             graph = build_graph(step)
-            known = step, graph
+            known = step, len(step.program.avals), graph
         self._built[key] = known
         while len(self._built) > _MOST:
             del self._built[next(iter(self._built))]
@@ -52,11 +53,11 @@ def _key(step: TracedStep) -> Hashable:
     return fingerprint, step.state, step.batch, step.donated, tuple(zeros), tuple(regions)
 
 
-def _renumbered(graph: Graph, step: TracedStep, other: TracedStep) -> Graph | None:
-    """The graph of an equal step, by that of this one; None if names of modules are not one to
-    one."""
+def _renumbered(step: TracedStep, first: int, graph: Graph, other: TracedStep) -> Graph | None:
+    """The graph of an equal step, by that of this one, whose own values begin at `first`; None if
+    names of modules are not one to one."""
     number = _numbers(step.program, other.program)
-    first, first_other = len(step.program.avals), len(other.program.avals)
+    first_other = len(other.program.avals)
     for extra in range(len(graph.values) - first):
         number[first + extra] = first_other + extra
     names = _module_names(step.program, other.program)

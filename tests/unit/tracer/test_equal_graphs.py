@@ -77,6 +77,16 @@ def test_every_stage_has_the_graph_that_is_built_of_it(
         assert len(built) < len(steps)
 
 
+def test_values_may_be_added_to_the_program_later() -> None:
+    """Stages share one list of values, and a layer that is recomputed adds some."""
+    step, args = _plain()
+    stages = _stage_steps(step, args, 6)
+    graphs = EqualGraphs()
+    for stage in stages:
+        _assert_equal(graphs.of(stage), build_graph(stage))
+        stage.program.avals.extend(stage.program.avals[:3])
+
+
 def test_a_constant_that_is_zero_makes_another_graph() -> None:
     """A loop that starts at zero only adds up; one that starts at one does not."""
 
