@@ -11,6 +11,9 @@ predict each other better that way (noise), distances are blurred, and the table
 samples exactly. Times follow from rates, at least the shortest measured one; a larger size that
 would be cheaper on the grid costs the same. Between grid points times are interpolated in
 logarithms, which is monotone: more work is never cheaper. Beyond the grid time grows with the work.
+
+`Slowdown` is how much longer work of another kind takes than a `RateTable` says: the average of
+samples, weighted by logarithmic distance.
 """
 
 from __future__ import annotations
@@ -142,3 +145,17 @@ class RateTable:
         shares = np.where(self.corners == 1, part, 1.0 - part).prod(axis=1)
         near = self.times[tuple((low + self.corners).T)]
         return float(2.0 ** (shares @ near + beyond))
+
+
+class Slowdown:
+    def __init__(self, samples: Sequence[tuple[Sequence[float], float]], table: RateTable) -> None:
+        """Samples are (sizes, seconds)."""
+        self.places = np.log2(np.asarray([sizes for sizes, _ in samples], dtype=float))
+        self.logs = np.asarray([log(took / table(*sizes)) for sizes, took in samples])
+        self.blur = _blur(self.places, self.logs)
+
+    def __call__(self, *sizes: float) -> float:
+        """At least 1."""
+        apart = ((self.places - np.log2(np.asarray(sizes, dtype=float))) ** 2).sum(axis=1)
+        weights = 1.0 / ((apart + self.blur) ** 2 + 1e-6)
+        return max(1.0, exp(float(weights @ self.logs / weights.sum())))

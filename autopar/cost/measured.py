@@ -3,6 +3,9 @@
 A function returns None if the profile has no suitable sample; the caller then falls back to the
 symbolic model. `curves` interpolates samples.
 
+Products. Rows that are no multiples of 16 bytes take slower kernels: samples of such sizes say how
+much slower than one with whole rows would be.
+
 Collectives. Samples of one kind, number of ranks and placement (the stride between ranks, the ranks
 per host) make a curve over bytes. A number of ranks that was not measured takes the curve of the
 nearest one, with bytes scaled by the ring law. Times obey these laws, as rings do, since they are
@@ -18,15 +21,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
-from math import log
+from math import gcd, log
 
 from autopar.cost.compute import compute_s
-from autopar.cost.curves import Curve, RateTable
+from autopar.cost.curves import Curve, RateTable, Slowdown
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import ConvolutionTime, MachineProfile
 
 _CACHED = 65536
-_LONG = 256
+WHOLE_ROWS = 16  # bytes that kernels load at once
 # The time from one empty GPU kernel to the next, if it was not measured.
 USUAL_KERNEL_S = 2e-6
 # Types whose samples a type without its own can use, best first.
@@ -42,21 +45,33 @@ class MeasuredCosts:
     def __init__(self, profile: MachineProfile) -> None:
         self.profile = profile
         # Transposing everything exchanges m and n.
+        products = [
+            (p.dtype, row_bytes((p.k, p.n), p.dtype), sizes, p.time.seconds)
+            for p in profile.products
+            for sizes in {(p.batch, p.m, p.n, p.k), (p.batch, p.n, p.m, p.k)}
+        ]
         self._products = _Lazy(
             (
-                ((p.dtype, _is_aligned(p.dtype, p.n, p.k)), sizes, p.time.seconds)
-                for p in profile.products
-                for sizes in {(p.batch, p.m, p.n, p.k), (p.batch, p.n, p.m, p.k)}
+                (dtype, sizes, took_s)
+                for dtype, rows, sizes, took_s in products
+                if rows == WHOLE_ROWS
             ),
             (1, 1, 1, 1),
             (2, 1, 1, 1),
         )
+        self._slow_rows: dict[tuple[str, int], Slowdown] = {}
+        for dtype, rows in {(dtype, rows) for dtype, rows, *_ in products if rows < WHOLE_ROWS}:
+            table = self._products.get(dtype)
+            if table is not None:
+                samples = [(z, s) for d, r, z, s in products if (d, r) == (dtype, rows)]
+                self._slow_rows[dtype, rows] = Slowdown(samples, table)
         self._convolutions = _Lazy(
             (
-                ((c.dtype, c.kind), _as_product(*_convolution_sizes(c)), c.time.seconds)
+                ((c.dtype, c.kind), _convolution_sizes(c), c.time.seconds)
                 for c in profile.convolutions
             ),
-            (1, 1, 1),
+            (1, 1, 1, 1),
+            (2, 1, 1, 1),
         )
         self._attentions = _Lazy(
             (
@@ -96,13 +111,15 @@ class MeasuredCosts:
         samples = (*self.profile.products, *self.profile.convolutions)
         return max((s.flops / s.time.seconds for s in samples), default=None)
 
-    def _product_s(self, dtype: str, batch: int, m: int, n: int, k: int) -> float | None:
-        """Sizes that slow libraries down, with rows that are no multiples of 16 bytes, are priced
-        by samples of such sizes, if there are any."""
+    def _product_s(
+        self, dtype: str, batch: int, m: int, n: int, k: int, rows: int = WHOLE_ROWS
+    ) -> float | None:
+        """`rows`: bytes that divide the rows of all three matrices; see `row_bytes`."""
         for sample_dtype in (dtype, *_LIKE.get(dtype, ())):
-            for is_aligned in (_is_aligned(dtype, n, k), True):
-                if (table := self._products.get((sample_dtype, is_aligned))) is not None:
-                    return table(batch, m, n, k)
+            if (table := self._products.get(sample_dtype)) is not None:
+                slow = self._slow_rows.get((sample_dtype, rows))
+                factor = 1.0 if slow is None else slow(batch, m, n, k)
+                return factor * table(batch, m, n, k)
         return None
 
     def _convolution_s(
@@ -118,7 +135,7 @@ class MeasuredCosts:
         """`positions`: of an image's result; `window`: elements of a window."""
         for sample_dtype in (dtype, *_LIKE.get(dtype, ())):
             if (table := self._convolutions.get((sample_dtype, kind))) is not None:
-                return table(*_as_product(images, positions, in_channels, out_channels, window))
+                return table(images * positions, in_channels, out_channels, window)
         return None
 
     def _attention_s(
@@ -152,16 +169,19 @@ class MeasuredCosts:
         return None
 
     def kernels_s(
-        self, kind: str, dtype: str, num_kernels: float, num_bytes: float
+        self, kind: str, dtype: str, num_kernels: float, num_bytes: float, in_loop: bool = False
     ) -> float | None:
         """The time of kernels that move `num_bytes` together. On GPUs the values that a step reads
-        were written too long ago to be cached: the rate is that of the largest sample."""
+        were written too long ago to be cached: the rate is that of the largest sample. A loop
+        starts its kernels anew in every trip, which samples, as most of a step, do only once."""
         curve = self.stream(kind, dtype)
         if curve is None:
             return None
         min_s = num_kernels * min(curve.floor_s, self.min_kernel_s)
         if self.profile.platform == "cpu":
             return min_s + max(0.0, curve(num_bytes) - curve.floor_s)
+        if in_loop:
+            min_s = num_kernels * max(self.min_kernel_s, USUAL_KERNEL_S)
         return min_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
 
     @cached_property
@@ -235,23 +255,15 @@ class _Lazy:
         return self.tables.get(key)
 
 
-def _is_aligned(dtype: str, *lengths: int) -> bool:
-    """Whether rows of these lengths are multiples of 16 bytes; short ones make no difference and
-    count as aligned."""
-    block = 16 // _SIZES.get(dtype, 4)
-    return all(length % block == 0 for length in lengths if length >= _LONG)
+def row_bytes(lengths: Iterable[int], dtype: str) -> int:
+    """The bytes that rows of these lengths are multiples of: 16 for whole ones, 4, or 2."""
+    common = gcd(WHOLE_ROWS, *(length * _SIZES.get(dtype, 4) for length in lengths))
+    return WHOLE_ROWS if common == WHOLE_ROWS else 4 if common >= 4 else 2
 
 
 def _convolution_sizes(c: ConvolutionTime) -> tuple[float, ...]:
     positions = (-(-c.size // c.stride)) ** 2
-    return c.images, positions, c.in_channels, c.out_channels, c.window**2
-
-
-def _as_product(
-    images: float, positions: float, in_channels: float, out_channels: float, window: float
-) -> tuple[float, float, float]:
-    """The sizes of a convolution as a product of windows with the kernel."""
-    return images * positions, out_channels, in_channels * window
+    return c.images * positions, c.in_channels, c.out_channels, c.window**2
 
 
 # -- collectives

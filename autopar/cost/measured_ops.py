@@ -8,11 +8,11 @@ kind, and the bytes that the node moves (see `Traffic`) take the time of so many
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import prod, sqrt
 
 from autopar.cost.compute import compute_s
-from autopar.cost.measured import MeasuredCosts, measured_costs
-from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Node, NodeKind, Value
+from autopar.cost.measured import MeasuredCosts, measured_costs, row_bytes
+from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
 
@@ -40,9 +40,11 @@ def measured_op_s(
     if traffic is None:
         return 0.0
     moved = _moved(traffic.num_bytes, layouts, mesh)
-    moved += traffic.instructions / INSTRUCTIONS_PER_BYTE / parallelism
+    moved += traffic.exposed / parallelism
     result = values[node.results[0]].dtype
-    seconds = costs.kernels_s(traffic.stream, result, traffic.num_kernels, moved)
+    seconds = costs.kernels_s(
+        traffic.stream, result, traffic.num_kernels, moved, in_loop=node.weight > 1
+    )
     if seconds is None:
         return moved / mesh.device.memory_bandwidth + traffic.num_kernels * costs.launch_s
     return seconds
@@ -67,17 +69,20 @@ def _work_s(
     work = node.work
     assert work is not None
     arrays = (*node.operands, *node.results)
-    local: list[int] = []
-    for dims in work.sizes:
-        size = 1
-        for position, dim in dims:
-            size *= values[arrays[position]].shape[dim]
-            for entry, ways in zip(layouts[position], mesh.shape, strict=True):
-                if entry == dim:
-                    size //= ways
-        local.append(max(size, 1))
+
+    def length(position: int, dim: int) -> int:
+        size = values[arrays[position]].shape[dim]
+        for entry, ways in zip(layouts[position], mesh.shape, strict=True):
+            if entry == dim:
+                size //= ways
+        return size
+
+    local = [max(prod(length(*dim) for dim in dims), 1) for dims in work.sizes]
     if work.kind == "product":
-        return costs.product_s(dtype, *local)
+        shapes = [values[array].shape for array in arrays]
+        rows = [length(place, len(shape) - 1) for place, shape in enumerate(shapes) if shape]
+        rows = [row for row in rows if row > 1]  # the others are vectors
+        return costs.product_s(dtype, *local, row_bytes(rows, dtype))
     if work.kind.startswith("attention"):
         heads, queries, keys, head_dim = local
         length = sqrt(queries * keys)

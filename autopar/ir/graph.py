@@ -107,13 +107,13 @@ class Traffic:
     num_bytes:    moved, per operand, then per result.
     stream:       the kind of access, of `profile.STREAMS`.
     num_kernels:  kernels that begin with this node.
-    instructions: on all elements.
+    exposed:      arithmetic beyond what the kernel's traffic hides, as bytes that take as long.
     """
 
     num_bytes: tuple[float, ...]
     stream: str = "elementwise"
     num_kernels: float = 0.0
-    instructions: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)

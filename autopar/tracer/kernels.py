@@ -11,6 +11,10 @@ that only the merged kernel reads is then not written at all.
 A read is charged to the first op of the kernel that does it, a write to the op that makes the
 value, so that op's sharding divides it. Updated state is written although it takes no new memory.
 Products, convolutions and attention kernels have no traffic here: their times include it.
+
+A kernel's arithmetic runs beside its traffic, so only what takes longer is charged, to the ops that
+do it. An op is computed once for all who read its result at the same index, and again for each who
+reads it at another.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
-from autopar.tracer.costs import INSTRUCTIONS, UNFUSED, VIEWS
+from autopar.tracer.costs import UNFUSED, VIEWS
 
 _FREE = ("scan_slice", "scan_stack", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
@@ -28,6 +32,33 @@ _GATHERS = ("gather", "dynamic_slice")
 _MAX_MEMBERS = 256  # ops of a kernel, in the search for its sources
 _MAX_BETWEEN = 64  # kernels between two that may merge, in the search for a dependence
 _SMALL = 2**16  # elements of a value that is too small to merge kernels
+# Instructions of a GPU's lanes per element; what is not listed takes one.
+_LANE_OPS = {
+    **dict.fromkeys(("broadcast_in_dim", "iota", "copy", "select_and_gather_add"), 0.0),
+    "convert_element_type": 1.5,
+    "div": 8.0,  # by another value; by a constant it is a product
+    "rem": 12.0,
+    **dict.fromkeys(("sqrt", "rsqrt", "exp", "exp2"), 6.0),
+    **dict.fromkeys(("log", "expm1", "logistic"), 16.0),
+    **dict.fromkeys(("tanh", "erf", "log1p"), 30.0),
+    **dict.fromkeys(("sin", "cos", "tan", "cbrt", "atan2", "erf_inv", "acos", "asin"), 40.0),
+    **dict.fromkeys(("threefry2x32", "random_bits"), 60.0),
+    "pow": 80.0,
+    **dict.fromkeys(("slice", "transpose", "concatenate", "rev", "dynamic_slice"), 3.0),
+    **dict.fromkeys(("pad", "gather"), 6.0),
+}
+_LOAD, _LOAD_ELSEWHERE = 1.0, 4.0  # of an element at the index of the result, or at another
+_MOVES = frozenset(
+    (
+        *("slice", "dynamic_slice", "gather", "pad", "concatenate", "transpose", "rev"),
+        *("reduce_window", "reduce_window_sum", "reduce_window_max"),
+        *("dynamic_update_slice", "scatter", "scatter-add"),
+    )
+)
+_PARTS = ("pad", "concatenate")  # every operand makes a part of the result
+_LANE_OPS_PER_BYTE = 5.0  # that a GPU does in the time of moving one byte
+_SMOOTH = 4.0  # the larger, the more the slower of arithmetic and traffic decides alone
+_GROUPED = 0.25  # of the lanes' rate, for convolutions in groups
 
 
 @dataclass(eq=False)
@@ -51,7 +82,7 @@ class _OpTraffic:
 
     num_bytes: list[float]
     num_kernels: float = 0.0
-    instructions: float = 0.0
+    exposed: float = 0.0
     by_stream: dict[str, float] = field(default_factory=dict)
 
 
@@ -89,6 +120,7 @@ class _Kernels:
         for index, node in enumerate(nodes):
             for operand in () if self.views[index] else node.operands:
                 self.users.setdefault(self.source[operand], []).append(index)
+        self.folded = self.folded_values()
         self.parts: dict[int, _OpTraffic] = {}
         self.kernels: list[_Kernel] = []
         self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
@@ -102,6 +134,14 @@ class _Kernels:
                 for value in node.results:
                     source[value] = source[node.operands[0]]
         return source
+
+    def folded_values(self) -> set[int]:
+        """Small values made of constants alone, which XLA computes when it compiles."""
+        folded: set[int] = set()
+        for node in self.nodes:
+            if node.kind is NodeKind.OP and folded.issuperset(node.operands):
+                folded.update(v for v in node.results if self.elements[v] <= _SMALL)
+        return folded
 
     def is_source(self, value: int) -> bool:
         return value in self.written or self.nodes[self.producer[value]].kind is NodeKind.INPUT
@@ -118,11 +158,11 @@ class _Kernels:
         part = self.parts.get(index)
         if part is None or self.nodes[index].work is not None:
             return None
-        if not (any(part.num_bytes) or part.num_kernels or part.instructions):
+        if not (any(part.num_bytes) or part.num_kernels or part.exposed):
             return None
         by_stream = part.by_stream
         stream = max(by_stream, key=by_stream.__getitem__) if by_stream else "elementwise"
-        return Traffic(tuple(part.num_bytes), stream, part.num_kernels, part.instructions)
+        return Traffic(tuple(part.num_bytes), stream, part.num_kernels, part.exposed)
 
     # -- which ops are one kernel
 
@@ -225,19 +265,79 @@ class _Kernels:
         stream = self.stream_of(kernel)
         made = {v for root in kernel.roots for v in self.nodes[root].results}
         seen: set[int] = set()
+        moved = 0.0
         for index in sorted(kernel.members):
             node, part = self.nodes[index], self.part(index)
-            part.instructions += self.instructions(node)
             for position, operand in enumerate(node.operands):
                 value = self.source[operand]
                 if value not in seen and value not in made and self.is_source(value):
                     seen.add(value)
-                    self.add(part, position, self.read_bytes(node, position, operand), stream)
+                    size = self.read_bytes(node, position, operand)
+                    moved += self.add(part, position, size, stream)
             for position, value in enumerate(node.results):
                 if value in made and self.is_stored(value, kernel):
                     size = self.written_bytes(node, value)
-                    self.add(part, len(node.operands) + position, size, stream)
+                    moved += self.add(part, len(node.operands) + position, size, stream)
         self.part(kernel.first).num_kernels += 1.0
+        self.charge_arithmetic(kernel, made, moved)
+
+    def charge_arithmetic(self, kernel: _Kernel, made: set[int], moved: float) -> None:
+        lane_ops = self.lane_ops(kernel, made)
+        total = sum(lane_ops.values()) / _LANE_OPS_PER_BYTE
+        if total <= 0.0:
+            return
+        longest = max(total, moved)
+        parts = ((total / longest) ** _SMOOTH, (moved / longest) ** _SMOOTH)
+        exposed = longest * sum(parts) ** (1 / _SMOOTH) - moved
+        for index, count in lane_ops.items():
+            self.part(index).exposed += exposed * count / _LANE_OPS_PER_BYTE / total
+
+    def lane_ops(self, kernel: _Kernel, made: set[int]) -> dict[int, float]:
+        """Per op of the kernel, the instructions of its lanes."""
+        here = {value: float(self.elements[value]) for value in made}
+        elsewhere: dict[int, float] = {}
+        found: dict[int, float] = {}
+        # A sum along rows keeps them in a tile, with what is spread along them.
+        is_tiled = any(
+            self.nodes[index].name.startswith(_REDUCTIONS) and not self.sums_rows(self.nodes[index])
+            for index in kernel.members
+        )
+        for index in sorted(kernel.members, reverse=True):
+            node = self.nodes[index]
+            times = max(
+                (here.get(v, 0.0) + elsewhere.get(v, 0.0) for v in node.results), default=0.0
+            )
+            if not times or self.views[index] or self.folded.issuperset(node.results):
+                continue
+            if node.name in UNFUSED and node.name not in _LANE_OPS:
+                grouped = node.name == "conv_general_dilated"
+                found[index] = node.flops / 2 / _GROUPED if grouped else 0.0
+                continue
+            reads = 1.0
+            if node.name.startswith(_REDUCTIONS) and node.operands:
+                reads = max(1.0, self.elements[node.operands[0]] / max(times, 1.0))
+            is_by_constant = node.name == "div" and len(node.operands) < 2
+            count = times * reads * (1.0 if is_by_constant else _LANE_OPS.get(node.name, 1.0))
+            for operand in node.operands:
+                value, elements = self.source[operand], self.elements[operand]
+                needed = times * reads
+                if is_tiled and node.name == "broadcast_in_dim":
+                    needed = min(needed, float(elements))
+                if node.name in _PARTS:
+                    needed *= min(1.0, elements / max(self.elements[node.results[0]], 1))
+                moves = elements > 1 and (
+                    node.name in _MOVES or (node.name == "broadcast_in_dim" and not is_tiled)
+                )
+                if value in self.folded:
+                    continue
+                if self.is_source(value) and value not in made:
+                    count += (_LOAD_ELSEWHERE if moves else _LOAD) * needed
+                elif moves:
+                    elsewhere[value] = elsewhere.get(value, 0.0) + needed
+                else:
+                    here[value] = max(here.get(value, 0.0), needed)
+            found[index] = count
+        return found
 
     def is_stored(self, value: int, kernel: _Kernel) -> bool:
         if value not in self.written:
@@ -245,16 +345,10 @@ class _Kernels:
         users = self.users.get(value, ())
         return value in self.is_result or not users or not kernel.members.issuperset(users)
 
-    def add(self, part: _OpTraffic, position: int, num_bytes: float, stream: str) -> None:
+    def add(self, part: _OpTraffic, position: int, num_bytes: float, stream: str) -> float:
         part.num_bytes[position] += num_bytes
         part.by_stream[stream] = part.by_stream.get(stream, 0.0) + num_bytes
-
-    def instructions(self, node: Node) -> float:
-        if node.name in UNFUSED or node.name in VIEWS:
-            return 0.0
-        values = node.operands if node.name.startswith(_REDUCTIONS) else node.results
-        elements = max((self.elements[v] for v in values), default=0)
-        return INSTRUCTIONS.get(node.name, 1.0) * elements
+        return num_bytes
 
     def written_bytes(self, node: Node, value: int) -> float:
         size = float(self.values[value].num_bytes)
@@ -265,6 +359,8 @@ class _Kernels:
 
     def read_bytes(self, node: Node, position: int, operand: int) -> float:
         size = float(self.values[operand].num_bytes)
+        if node.name == "scan_slice":  # a trip's part of the stack
+            return float(self.values[node.results[0]].num_bytes)
         part = node.part_bytes if position == 0 else None
         return size if part is None else min(size, part)
 

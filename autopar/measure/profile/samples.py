@@ -1,14 +1,16 @@
 """The samples to take: from `Abilities` of the devices to `PlannedSample`s, most useful first.
 
-Sizes are geometric, for interpolation in logarithms: a coarse grid, finer where models are. A
-sample has a *round*: 0 is what `--quick` takes, later rounds fill the gaps. Every round has all
-kinds, so a run that is stopped early has a coarse picture of everything.
+No model decides the sizes. They are a coarse geometric grid, for interpolation in logarithms, and
+between its points sizes that fill the space evenly (Halton's sequence): odd ones, batches, few and
+many channels. A sample has a *round*: 0 is what `--quick` takes, later rounds fill the gaps. Every
+round has all kinds, so a run that is stopped early has a coarse picture of everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from itertools import product as pairs_of
 from typing import Any
 
@@ -96,100 +98,130 @@ def _attentions(
         yield PlannedSample(round, "attentions", sample)
 
 
-# (images, size, channels in, channels out, window, stride), as Wide-ResNets have them.
-_GPU_CONVOLUTIONS = (
-    (64, 56, 160, 320, 3, 1),
-    (64, 14, 640, 1280, 3, 1),
-    (64, 56, 320, 640, 1, 1),
-    (64, 224, 3, 160, 7, 2),
-)
-_MORE_GPU_CONVOLUTIONS = (
-    (64, 28, 320, 640, 3, 1),
-    (64, 7, 1280, 2560, 3, 1),
-    (64, 56, 320, 640, 3, 2),
-    (64, 14, 2560, 640, 1, 1),
-    (64, 56, 640, 1280, 1, 2),
-    (16, 14, 640, 1280, 3, 1),
-    (64, 56, 64, 64, 3, 1),
-    (64, 7, 2560, 5120, 1, 1),
-)
+def _spread(*ranges: tuple[float, float]) -> Iterator[tuple[float, ...]]:
+    """Points without end that fill a box evenly in logarithms: Halton's sequence."""
+    bases = (2, 3, 5, 7, 11, 13)[: len(ranges)]
+    for index in count(1):
+        places = (_reversed_digits(index, base) for base in bases)
+        yield tuple(
+            low * (high / low) ** place for place, (low, high) in zip(places, ranges, strict=True)
+        )
 
 
-def _layers(round: int, tokens: int, hidden: int) -> Iterator[PlannedSample]:
-    """Products of a transformer's layer: forward (the gradients of inputs are alike), and the
-    gradients of weights."""
-    for n, k in ((1, 1), (3, 1), (4, 1), (1, 4)):
-        yield _product(round, "bfloat16", 1, tokens, n * hidden, k * hidden)
-    for m, n in ((1, 1), (4, 1)):
-        yield _product(round, "bfloat16", 1, m * hidden, n * hidden, tokens)
+def _reversed_digits(index: int, base: int) -> float:
+    """The digits of a number behind the point, the last one first."""
+    value, share = 0.0, 1.0
+    while index:
+        share /= base
+        index, digit = divmod(index, base)
+        value += share * digit
+    return value
 
 
-def _heads(round: int, batch: int, length: int, dim: int) -> Iterator[PlannedSample]:
-    """Attention as two products."""
-    yield _product(round, "bfloat16", batch, length, length, dim)
-    yield _product(round, "bfloat16", batch, length, dim, length)
+def _multiple(size: float, of: int) -> int:
+    return max(of, round(size / of) * of)
+
+
+_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MIN_FLOPS, _MAX_FLOPS, _MAX_NUMBERS = 2e9, 4e12, 1e9
+
+
+def _spread_products(
+    round: int, dtype: str, number: int, row_bytes: int = 16, skipped: int = 0
+) -> Iterator[PlannedSample]:
+    """Products that fill the space, half of them in batches. Rows of 16 bytes' multiples are the
+    rule; with fewer `row_bytes`, rows of the second operand, of the first, or of both are only
+    multiples of that."""
+    fine, whole = max(row_bytes // _ITEM[dtype], 1), 16 // _ITEM[dtype]
+
+    def samples() -> Iterator[PlannedSample]:
+        single = _spread((1, 1), (16, 32768), (16, 32768), (16, 32768))
+        batched = _spread((4, 4096), (16, 4096), (16, 4096), (16, 4096))
+        for index, (batch, *sizes) in enumerate(
+            chain.from_iterable(zip(single, batched, strict=False))
+        ):
+            batch = int(batch)
+            m, n, k = (_multiple(size, 64 if size > 512 else whole) for size in sizes)
+            if row_bytes < 16:
+                n += fine * (index % 3 != 1)
+                k += fine * (index % 3 != 0)
+            numbers = batch * (m * n + n * k + m * k)
+            if _MIN_FLOPS <= 2.0 * batch * m * n * k <= _MAX_FLOPS and numbers <= _MAX_NUMBERS:
+                yield _product(round, dtype, batch, m, n, k)
+
+    return islice(samples(), skipped, skipped + number)
+
+
+_WINDOWS = ((3, 1), (1, 1), (3, 2), (5, 1), (4, 4), (7, 2), (2, 2), (3, 1), (16, 16))
+
+
+def _spread_convolutions(
+    round: int, dtype: str, number: int, skipped: int = 0
+) -> Iterator[PlannedSample]:
+    """Convolutions that fill the space of images, their size, and channels from one to thousands;
+    windows and strides in turn. Each has its two gradients."""
+
+    def shapes() -> Iterator[tuple[int, ...]]:
+        points = _spread((4, 256), (8, 256), (1, 2048), (1, 2048))
+        for index, (images, size, into, out) in enumerate(points):
+            window, stride = _WINDOWS[index % len(_WINDOWS)]
+            images, size = int(images), _multiple(size, max(stride, 2))
+            into, out = (int(c) if c < 16 else _multiple(c, 8) for c in (into, out))
+            results = images * (size // stride) ** 2
+            flops = 2.0 * results * window**2 * into * out
+            numbers = images * size**2 * into + results * out
+            enough = size >= window and min(into, out) <= 512
+            if enough and _MIN_FLOPS <= flops <= _MAX_FLOPS / 4 and numbers <= _MAX_NUMBERS / 2:
+                yield images, size, into, out, window, stride
+
+    return _convolutions(round, dtype, tuple(islice(shapes(), skipped, skipped + number)))
 
 
 def _on_gpu(able: Abilities) -> Iterator[PlannedSample]:
     half, single, few = "bfloat16", "float32", "float8_e4m3fn"
     for size in (512, 1024, 2048, 4096, 8192):
         yield _product(0, half, 1, size, size, size)
-    yield from _layers(0, 16384, 2048)
-    for m, n, k in ((16384, 51200, 2048), (16384, 2048, 51200), (51200, 2048, 16384)):
-        yield _product(0, half, 1, m, n, k)
+    yield from _spread_products(0, half, 8)
+    yield from _spread_products(0, half, 3, row_bytes=2)
     for size in (1024, 4096):
         yield _product(0, single, 1, size, size, size)
-    yield from _heads(0, 256, 1024, 128)
     yield from _streams(0, (256 * KIB, 16 * MIB, 512 * MIB))
-    yield from _convolutions(0, single, _GPU_CONVOLUTIONS[:2])
+    yield from _spread_convolutions(0, single, 2)
     if able.has_cudnn:
         shapes = ((16, 1024, 16, 128, True), (4, 2048, 32, 128, True))
         yield from _attentions(0, "cudnn", half, shapes)
 
-    for tokens, hidden in ((8192, 4096), (32768, 1024), (16384, 768)):
-        yield from _layers(1, tokens, hidden)
-    for m, n, k in ((8192, 32000, 4096), (8192, 11008, 4096), (8192, 4096, 11008)):
-        yield _product(1, half, 1, m, n, k)
-    odd = 30522  # a vocabulary that no power of two divides takes other kernels
-    for m, n, k in ((32768, odd, 1024), (32768, 1024, odd), (odd, 1024, 32768)):
-        yield _product(1, half, 1, m, n, k)
-    for batch, length, dim in ((128, 2048, 128), (1024, 512, 64), (256, 1024, 48), (64, 256, 64)):
-        yield from _heads(1, batch, length, dim)
-    for m, n, k in ((4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096)):
-        yield _product(1, half, 8, m, n, k)
+    yield from _spread_products(1, half, 24, skipped=8)
+    yield from _spread_products(1, half, 9, row_bytes=2, skipped=3)
+    yield from _spread_products(1, half, 12, row_bytes=4)
+    yield from _spread_products(1, single, 12)
+    yield from _spread_products(1, single, 9, row_bytes=4)
     yield from _streams(1, (16 * KIB, 2 * MIB, 64 * MIB))
     kinds = ("elementwise", "reduce-last", "scatter")
     yield from _streams(1, (2 * MIB, 64 * MIB, 512 * MIB), half, kinds)
-    yield from _convolutions(1, single, _GPU_CONVOLUTIONS[2:])
+    yield from _spread_convolutions(1, single, 8, skipped=2)
+    yield from _spread_convolutions(1, half, 10)
     if able.has_cudnn:
         shapes = ((8, 1024, 16, 64, True), (16, 512, 16, 64, False), (4, 1024, 16, 128, True))
         yield from _attentions(1, "cudnn", half, shapes)
-    for size in (1024, 4096, 8192):
-        yield _product(1, "float16", 1, size, size, size)
-        if able.has_fp8:
-            yield _product(1, few, 1, size, size, size)
 
     yield from _grid(2, half, (256, 1024, 4096, 16384), 1e13)
-    yield from _convolutions(2, single, _MORE_GPU_CONVOLUTIONS)
+    yield from _spread_convolutions(2, single, 8, skipped=10)
+    yield from _spread_convolutions(2, half, 8, skipped=10)
     yield from _grid(2, single, (512, 2048, 8192), 3e12)
-    yield from _heads(2, 16, 2048, 128)
-    yield from _heads(2, 512, 128, 64)
     if able.has_cudnn:
         shapes = ((32, 512, 16, 64, False), (2, 8192, 16, 128, True), (32, 1024, 16, 128, True))
         yield from _attentions(2, "cudnn", half, shapes)
     yield from _streams(2, (1024 * MIB,))
-
-    for small, (m, n) in pairs_of((16, 64, 128), ((1024, 1024), (4096, 4096), (16384, 4096))):
-        yield _product(3, half, 1, m, n, small)
-        yield _product(3, half, 1, m, small, n)
-    for m, n, k in ((16384, 2048, 8192), (16384, 8192, 2048), (2048, 2048, 2048)):
-        yield _product(3, "float16", 1, m, n, k)
+    for size in (1024, 4096, 8192):
+        yield _product(2, "float16", 1, size, size, size)
         if able.has_fp8:
-            yield _product(3, few, 1, m, n, k)
-    yield from _convolutions(3, half, _GPU_CONVOLUTIONS)
+            yield _product(2, few, 1, size, size, size)
+
+    yield from _spread_products(3, half, 24, skipped=32)
+    yield from _spread_products(3, single, 12, skipped=12)
     shapes = ((8, 1024, 16, 64, True), (16, 512, 16, 64, True), (4, 2048, 16, 64, True))
     yield from _attentions(3, "xla", half, shapes)
-    yield from _convolutions(4, half, _MORE_GPU_CONVOLUTIONS)
 
 
 _CPU_CONVOLUTIONS = ((2, 16, 16, 32, 3, 1), (2, 32, 3, 16, 7, 2))

@@ -102,12 +102,56 @@ def test_rows_that_are_scattered_are_moved_and_not_the_table() -> None:
     assert max(traffic.num_bytes) <= rows.nbytes
 
 
-def test_dear_instructions_count() -> None:
-    cheap, dear = graph_of(lambda x: x + 1.0, X), graph_of(jnp.tanh, X)
-    one, other = (
-        sum(n.traffic.instructions for n in g.nodes if n.traffic is not None) for g in (cheap, dear)
+def exposed(f, *args) -> float:
+    """Arithmetic beyond the traffic, over the traffic."""
+    traffic = [n.traffic for n in graph_of(f, *args).nodes if n.traffic is not None]
+    return sum(t.exposed for t in traffic) / sum(sum(t.num_bytes) for t in traffic)
+
+
+def test_arithmetic_counts_where_traffic_does_not_hide_it() -> None:
+    assert exposed(lambda x: x + 1.0, X) < 0.01
+    assert exposed(lambda x: x / 3.0, X) < 0.01  # a product
+    half = X.astype(jnp.bfloat16)
+    assert exposed(jnp.tanh, X) < 0.3 * exposed(jnp.tanh, half) < 0.3
+    assert exposed(lambda x: jnp.tanh(x) + jnp.tanh(2 * x), half) > 1.5 * exposed(jnp.tanh, half)
+
+
+def test_a_value_is_computed_again_for_every_other_index() -> None:
+    once = exposed(lambda x: jnp.tanh(x)[:, 1:], X)
+    shifted = exposed(lambda x: jnp.tanh(x)[:, 1:] + jnp.tanh(x)[:, :-1], X)
+    assert shifted > 1.5 * once
+
+
+def test_small_constants_are_folded() -> None:
+    def angles(x):
+        return x * jnp.power(1e4, -jnp.arange(X.shape[-1]) / X.shape[-1]).astype(x.dtype)
+
+    assert exposed(angles, X) < 0.01
+
+
+def test_convolutions_in_groups_run_on_lanes() -> None:
+    x, w = np.zeros((8, 32, 32, 64), np.float32), np.zeros((7, 7, 1, 64), np.float32)
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=64
+        )
+
+    assert exposed(conv, x, w) > 2.0
+
+
+def test_a_trip_reads_its_part_of_a_stack() -> None:
+    xs = np.zeros((64, 256, 256), np.float32)
+
+    def scanned(xs):
+        return jax.lax.scan(lambda carry, x: (jnp.tanh(carry + x), None), xs[0], xs)[0]
+
+    moved = sum(
+        n.weight * sum(n.traffic.num_bytes)
+        for n in graph_of(scanned, xs).nodes
+        if n.traffic is not None
     )
-    assert one == X.size and other == 40 * X.size
+    assert moved < 4.5 * xs.nbytes  # the stack, the carry twice, and the first slice
 
 
 def test_work_of_products_convolutions_and_their_gradients() -> None:
