@@ -6,7 +6,8 @@ last it grows at the average rate.
 
 `RateTable` is for work with several sizes, such as a product's m, n and k. It has a grid of sizes,
 each twice the one before. The rate (work per second) at a grid point is an average of the samples,
-weighted by logarithmic distance; sizes outside the samples' range are clamped to it. If samples
+weighted by logarithmic distance; sizes outside the samples' range are clamped to it. Given a
+roofline, the share of it that samples reach is averaged instead, which varies less. If samples
 predict each other better that way (noise), distances are blurred, and the table no longer meets
 samples exactly. Times follow from rates, at least the shortest measured one; a larger size that
 would be cheaper on the grid costs the same. Between grid points times are interpolated in
@@ -19,7 +20,7 @@ samples, weighted by logarithmic distance.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import exp, log
 
 import numpy as np
@@ -108,9 +109,11 @@ class RateTable:
         samples: Sequence[tuple[Sequence[float], float]],
         powers: Sequence[float],
         steps: Sequence[int] | None = None,
+        least: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         """Samples are (sizes, seconds); work is the product of sizes to the `powers`. `steps`: the
-        powers of two between neighbours of the grid in each size; one if None."""
+        powers of two between neighbours of the grid in each size; one if None. `least`: from sizes,
+        in the last dimension, to seconds."""
         self.powers = np.asarray(powers, dtype=float)
         self.steps = np.asarray(steps or [1] * len(powers), dtype=float)
         places = np.log2(np.asarray([sizes for sizes, _ in samples], dtype=float))
@@ -120,7 +123,11 @@ class RateTable:
         grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
         inside = np.clip(grid, places.min(axis=0), places.max(axis=0)).reshape(-1, len(powers))
         rates = np.empty(len(inside))
-        sample_rates = places @ self.powers - seconds
+
+        def work(at: np.ndarray) -> np.ndarray:
+            return at @ self.powers if least is None else np.log2(least(2.0**at))
+
+        sample_rates = work(places) - seconds
         self.blur = _blur(places, sample_rates)
         for first in range(0, len(inside), _CHUNK):
             here = inside[first : first + _CHUNK]
@@ -128,7 +135,7 @@ class RateTable:
             weights = 1.0 / ((apart + self.blur) ** 2 + 1e-6)
             mean = (weights * sample_rates).sum(axis=1) / weights.sum(axis=1)
             rates[first : first + _CHUNK] = mean
-        times = np.maximum(grid @ self.powers - rates.reshape(counts), seconds.min())
+        times = np.maximum(work(grid) - rates.reshape(counts), seconds.min())
         for axis in range(len(powers)):
             times = np.maximum.accumulate(times, axis=axis)
         self.times = times

@@ -21,12 +21,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
-from math import gcd, log
+from math import gcd, log, prod
+from typing import Any
+
+import numpy as np
 
 from autopar.cost.compute import compute_s
 from autopar.cost.curves import Curve, RateTable, Slowdown
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import ConvolutionTime, MachineProfile
+
+Least = Callable[[np.ndarray], np.ndarray]  # sizes, in the last dimension → seconds
 
 _CACHED = 65536
 WHOLE_ROWS = 16  # bytes that kernels load at once
@@ -44,6 +49,10 @@ _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 class MeasuredCosts:
     def __init__(self, profile: MachineProfile) -> None:
         self.profile = profile
+        streams: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for s in profile.streams:
+            streams[s.kind, s.dtype].append((s.num_bytes, s.time.seconds))
+        self._streams = {key: Curve(samples) for key, samples in streams.items()}
         # Transposing everything exchanges m and n.
         products = [
             (p.dtype, row_bytes((p.k, p.n), p.dtype), sizes, p.time.seconds)
@@ -58,6 +67,7 @@ class MeasuredCosts:
             ),
             (1, 1, 1, 1),
             (2, 1, 1, 1),
+            self._least_product,
         )
         self._slow_rows: dict[tuple[str, int], Slowdown] = {}
         for dtype, rows in {(dtype, rows) for dtype, rows, *_ in products if rows < WHOLE_ROWS}:
@@ -72,6 +82,7 @@ class MeasuredCosts:
             ),
             (1, 1, 1, 1),
             (2, 1, 1, 1),
+            self._least_convolution,
         )
         self._attentions = _Lazy(
             (
@@ -82,10 +93,6 @@ class MeasuredCosts:
             ),
             (1, 2, 1),
         )
-        streams: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-        for s in profile.streams:
-            streams[s.kind, s.dtype].append((s.num_bytes, s.time.seconds))
-        self._streams = {key: Curve(samples) for key, samples in streams.items()}
         self._collectives = _Collectives(profile)
         crossings: dict[tuple[bool, int], list[tuple[float, float]]] = defaultdict(list)
         for c in profile.crossings:
@@ -96,6 +103,32 @@ class MeasuredCosts:
         self.convolution_s = lru_cache(_CACHED)(self._convolution_s)
         self.attention_s = lru_cache(_CACHED)(self._attention_s)
         self.stream = lru_cache(_CACHED)(self._stream)
+
+    def _least_product(self, dtype: str, rate: float) -> Least:
+        """Multiply-adds at the highest rate, or every matrix moved once."""
+        byte_s = _SIZES.get(dtype, 1) * self._byte_s
+
+        def least(at: np.ndarray) -> np.ndarray:
+            batch, m, n, k = np.moveaxis(at, -1, 0)
+            return np.maximum(batch * m * n * k / rate, batch * (m * k + k * n + m * n) * byte_s)
+
+        return least
+
+    def _least_convolution(self, key: tuple[str, str], rate: float) -> Least:
+        """Likewise; an image is about as large as its result, channel by channel."""
+        byte_s = _SIZES.get(key[0], 1) * self._byte_s
+
+        def least(at: np.ndarray) -> np.ndarray:
+            rows, into, out, window = np.moveaxis(at, -1, 0)
+            moved = rows * (into + out) + into * out * window
+            return np.maximum(rows * into * out * window / rate, moved * byte_s)
+
+        return least
+
+    @property
+    def _byte_s(self) -> float:
+        """Of a byte in large arrays."""
+        return min((c.seconds[-1] / c.sizes[-1] for c in self._streams.values()), default=0.0)
 
     @property
     def launch_s(self) -> float:
@@ -235,23 +268,32 @@ def measured_costs(profile: MachineProfile) -> MeasuredCosts:
 
 
 class _Lazy:
-    """Samples by key, turned into a `RateTable` on first use."""
+    """Samples by key, turned into a `RateTable` on first use. `least_of`: from a key and the
+    samples' highest rate to the least time of any sizes."""
 
     def __init__(
         self,
-        samples: Iterable[tuple[object, tuple[float, ...], float]],
+        samples: Iterable[tuple[Any, tuple[float, ...], float]],
         powers: tuple[int, ...],
         steps: tuple[int, ...] | None = None,
+        least_of: Callable[[Any, float], Least] | None = None,
     ) -> None:
-        self.samples: dict[object, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
+        self.samples: dict[Any, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
         for key, sizes, seconds in samples:
             self.samples[key].append((sizes, seconds))
-        self.powers, self.steps = powers, steps
-        self.tables: dict[object, RateTable] = {}
+        self.powers, self.steps, self.least_of = powers, steps, least_of
+        self.tables: dict[Any, RateTable] = {}
 
-    def get(self, key: object) -> RateTable | None:
+    def get(self, key: Any) -> RateTable | None:
         if key not in self.tables and key in self.samples:
-            self.tables[key] = RateTable(self.samples[key], self.powers, self.steps)
+            samples, least = self.samples[key], None
+            if self.least_of is not None:
+                rate = max(
+                    prod(size**power for size, power in zip(sizes, self.powers, strict=True)) / s
+                    for sizes, s in samples
+                )
+                least = self.least_of(key, rate)
+            self.tables[key] = RateTable(samples, self.powers, self.steps, least)
         return self.tables.get(key)
 
 

@@ -557,7 +557,7 @@ class Soak:
         victim = self._rng.choice(there)
         hit = [victim]
         if what == "node":
-            hit = [w for w in there if w.node.node_id == victim.node.node_id]
+            hit = [w for w in workers() if w.node.node_id == victim.node.node_id]
         record = Record(len(self.records), what, self._now)
         record.workers = tuple(w.place.worker for w in hit)
         record.worker_bytes_before = _largest_bytes(there)

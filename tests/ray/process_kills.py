@@ -91,6 +91,8 @@ class Launch:
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         env=env,
+                        # Shells have background jobs ignore Ctrl-C, and so would these.
+                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                     )
                 )
 
