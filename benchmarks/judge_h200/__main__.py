@@ -2,13 +2,14 @@
 
     python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …] [--tiny]
     python -m benchmarks.judge_h200 compare FOLDER [--json FILE] [--kernels NAME]
+    python -m benchmarks.judge_h200 predict FILE
 
 `measure` compiles every step by plain `jax.jit` for the one GPU and times it; `--tiny` is a dry run
 on any device. After `--limit-s` seconds no other step begins, and a minute later the process ends.
 `compare` needs no GPU: it reads the compiled programs (`autopar.measure.judge`), plans every step
 for one H200 with the table that comes with autopar, and divides both figures by the measured
 seconds. Models that decide nothing are reported apart. `--kernels` lists a step's kernels as judged
-and as profiled.
+and as profiled. `predict` plans the steps of such a file again, and leaves the judge's figures.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ def run_compare(options: argparse.Namespace) -> None:
     print(text(document["rows"]))
 
 
+def run_predict(options: argparse.Namespace) -> None:
+    from benchmarks.judge_h200.comparing import predict, text
+
+    document = predict(options.file, tiny=options.tiny)
+    write_json(str(options.file), document)
+    print(text(document["rows"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True, dest="command")
@@ -71,13 +80,17 @@ def main() -> None:
     compare.add_argument("--json", metavar="FILE", help="write all figures to this file")
     compare.add_argument("--kernels", metavar="NAME", help="only list this step's kernels")
     compare.add_argument("--judge-only", action="store_true", help="do not plan")
-    for command in (measure, compare):
+    predict = commands.add_parser("predict", help="anywhere")
+    predict.add_argument("file", type=Path)
+    for command in (measure, compare, predict):
         command.add_argument("--tiny", action="store_true", help="a dry run on any device")
     options = parser.parse_args()
     if options.command == "measure":
         run_measure(options, measure)
-    else:
+    elif options.command == "compare":
         run_compare(options)
+    else:
+        run_predict(options)
 
 
 if __name__ == "__main__":
