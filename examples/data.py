@@ -5,6 +5,8 @@ The rules are fixed: the same for every batch, process and run. `seed` chooses t
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,23 +65,32 @@ def text_windows(
     text = np.fromfile(path, np.uint8)
     if len(text) <= seq_len:
         raise ValueError(f"{path} has {len(text)} bytes; a window needs {seq_len + 1}")
-    while True:
-        starts = np.random.default_rng((seed, first)).integers(len(text) - seq_len, size=batch_size)
+
+    def window(number: int) -> Batch:
+        random = np.random.default_rng((seed, number))
+        starts = random.integers(len(text) - seq_len, size=batch_size)
         windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
-        yield {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
-        first += 1
+        return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
+
+    return map(window, itertools.count(first))
 
 
 def patterned_images(
     image_size: int, num_classes: int, batch_size: int, *, first: int = 0, seed: int = 0
 ) -> Iterator[Batch]:
     """Images of noise with a faint pattern of their class. Batch n is the same whichever batch is
-    the `first`."""
+    the `first`. The noise is cut from one long strip: drawing it takes longer than a GPU's step."""
     shape = (image_size, image_size, 3)
-    patterns = np.random.default_rng(0).standard_normal((num_classes, *shape)).astype(np.float32)
+    size = math.prod(shape)
+    patterns = np.random.default_rng(0).standard_normal((num_classes, *shape), np.float32)
+    strip = np.random.default_rng(1).standard_normal(max(2**22, 4 * size), np.float32)
     while True:
         random = np.random.default_rng((seed, first))
         labels = random.integers(num_classes, size=batch_size).astype(np.int32)
-        noise = random.standard_normal((batch_size, *shape), np.float32)
-        yield {"images": patterns[labels] + noise, "labels": labels}
+        images = patterns[labels]
+        for image, start in zip(
+            images, random.integers(len(strip) - size, size=batch_size), strict=True
+        ):
+            image += strip[start : start + size].reshape(shape)
+        yield {"images": images, "labels": labels}
         first += 1
