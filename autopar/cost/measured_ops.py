@@ -70,17 +70,17 @@ def _work_s(
     assert work is not None
     arrays = (*node.operands, *node.results)
 
-    def length(position: int, dim: int) -> int:
+    def local_size(position: int, dim: int) -> int:
         size = values[arrays[position]].shape[dim]
         for entry, ways in zip(layouts[position], mesh.shape, strict=True):
             if entry == dim:
                 size //= ways
         return size
 
-    local = [max(prod(length(*dim) for dim in dims), 1) for dims in work.sizes]
+    local = [max(prod(local_size(*dim) for dim in dims), 1) for dims in work.sizes]
     if work.kind == "product":
         shapes = [values[array].shape for array in arrays]
-        rows = [length(place, len(shape) - 1) for place, shape in enumerate(shapes) if shape]
+        rows = [local_size(place, len(shape) - 1) for place, shape in enumerate(shapes) if shape]
         rows = [row for row in rows if row > 1]  # the others are vectors
         return costs.product_s(dtype, *local, row_bytes(rows, dtype))
     if work.kind.startswith("attention"):
