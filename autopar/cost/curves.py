@@ -28,6 +28,7 @@ import numpy as np
 _MAX_BITS = 17  # of the largest size on a grid
 _CHUNK = 2048
 _BLURS = (0.0, 1.0, 4.0, 16.0)
+_DECAY = 3  # weights of samples fall with this power of the squared distance
 _MIN_IMPROVEMENT = 0.95  # more blur must reduce the prediction error to this share
 
 
@@ -91,7 +92,7 @@ def _blur(places: np.ndarray, rates: np.ndarray) -> float:
     apart = ((places[:, None, :] - places[None]) ** 2).sum(axis=-1)
     best, best_blur = np.inf, 0.0
     for blur in _BLURS:
-        weights = 1.0 / ((apart + blur) ** 2 + 1e-6)
+        weights = 1.0 / ((apart + blur) ** _DECAY + 1e-6)
         weights[apart < 1e-9] = 0.0  # each is predicted by the others
         total = weights.sum(axis=1)
         known = total > 0
@@ -110,10 +111,12 @@ class RateTable:
         powers: Sequence[float],
         steps: Sequence[int] | None = None,
         least: Callable[[np.ndarray], np.ndarray] | None = None,
+        traits: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         """Samples are (sizes, seconds); work is the product of sizes to the `powers`. `steps`: the
         powers of two between neighbours of the grid in each size; one if None. `least`: from sizes,
-        in the last dimension, to seconds."""
+        in the last dimension, to seconds. `traits`: from sizes to what makes them alike; the sizes
+        themselves if None."""
         self.powers = np.asarray(powers, dtype=float)
         self.steps = np.asarray(steps or [1] * len(powers), dtype=float)
         places = np.log2(np.asarray([sizes for sizes, _ in samples], dtype=float))
@@ -127,12 +130,16 @@ class RateTable:
         def work(at: np.ndarray) -> np.ndarray:
             return at @ self.powers if least is None else np.log2(least(2.0**at))
 
+        def near(at: np.ndarray) -> np.ndarray:
+            return at if traits is None else np.log2(traits(2.0**at))
+
         sample_rates = work(places) - seconds
-        self.blur = _blur(places, sample_rates)
+        sampled = near(places)
+        self.blur = _blur(sampled, sample_rates)
         for first in range(0, len(inside), _CHUNK):
-            here = inside[first : first + _CHUNK]
-            apart = ((here[:, None, :] - places[None]) ** 2).sum(axis=-1)
-            weights = 1.0 / ((apart + self.blur) ** 2 + 1e-6)
+            here = near(inside[first : first + _CHUNK])
+            apart = ((here[:, None, :] - sampled[None]) ** 2).sum(axis=-1)
+            weights = 1.0 / ((apart + self.blur) ** _DECAY + 1e-6)
             mean = (weights * sample_rates).sum(axis=1) / weights.sum(axis=1)
             rates[first : first + _CHUNK] = mean
         times = np.maximum(work(grid) - rates.reshape(counts), seconds.min())
@@ -164,5 +171,5 @@ class Slowdown:
     def __call__(self, *sizes: float) -> float:
         """At least 1."""
         apart = ((self.places - np.log2(np.asarray(sizes, dtype=float))) ** 2).sum(axis=1)
-        weights = 1.0 / ((apart + self.blur) ** 2 + 1e-6)
+        weights = 1.0 / ((apart + self.blur) ** _DECAY + 1e-6)
         return max(1.0, exp(float(weights @ self.logs / weights.sum())))

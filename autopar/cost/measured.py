@@ -31,7 +31,7 @@ from autopar.cost.curves import Curve, RateTable, Slowdown
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import ConvolutionTime, MachineProfile
 
-Least = Callable[[np.ndarray], np.ndarray]  # sizes, in the last dimension → seconds
+OfSizes = Callable[[np.ndarray], np.ndarray]  # of sizes in the last dimension
 
 _CACHED = 65536
 WHOLE_ROWS = 16  # bytes that kernels load at once
@@ -68,6 +68,7 @@ class MeasuredCosts:
             (1, 1, 1, 1),
             (2, 1, 1, 1),
             self._least_product,
+            _product_traits,
         )
         self._slow_rows: dict[tuple[str, int], Slowdown] = {}
         for dtype, rows in {(dtype, rows) for dtype, rows, *_ in products if rows < WHOLE_ROWS}:
@@ -83,6 +84,7 @@ class MeasuredCosts:
             (1, 1, 1, 1),
             (2, 1, 1, 1),
             self._least_convolution,
+            _convolution_traits,
         )
         self._attentions = _Lazy(
             (
@@ -104,7 +106,7 @@ class MeasuredCosts:
         self.attention_s = lru_cache(_CACHED)(self._attention_s)
         self.stream = lru_cache(_CACHED)(self._stream)
 
-    def _least_product(self, dtype: str, rate: float) -> Least:
+    def _least_product(self, dtype: str, rate: float) -> OfSizes:
         """Multiply-adds at the highest rate, or every matrix moved once."""
         byte_s = _SIZES.get(dtype, 1) * self._byte_s
 
@@ -114,7 +116,7 @@ class MeasuredCosts:
 
         return least
 
-    def _least_convolution(self, key: tuple[str, str], rate: float) -> Least:
+    def _least_convolution(self, key: tuple[str, str], rate: float) -> OfSizes:
         """Likewise; an image is about as large as its result, channel by channel."""
         byte_s = _SIZES.get(key[0], 1) * self._byte_s
 
@@ -276,12 +278,14 @@ class _Lazy:
         samples: Iterable[tuple[Any, tuple[float, ...], float]],
         powers: tuple[int, ...],
         steps: tuple[int, ...] | None = None,
-        least_of: Callable[[Any, float], Least] | None = None,
+        least_of: Callable[[Any, float], OfSizes] | None = None,
+        traits: OfSizes | None = None,
     ) -> None:
         self.samples: dict[Any, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
         for key, sizes, seconds in samples:
             self.samples[key].append((sizes, seconds))
-        self.powers, self.steps, self.least_of = powers, steps, least_of
+        self.powers, self.steps = powers, steps
+        self.least_of, self.traits = least_of, traits
         self.tables: dict[Any, RateTable] = {}
 
     def get(self, key: Any) -> RateTable | None:
@@ -293,8 +297,20 @@ class _Lazy:
                     for sizes, s in samples
                 )
                 least = self.least_of(key, rate)
-            self.tables[key] = RateTable(samples, self.powers, self.steps, least)
+            self.tables[key] = RateTable(samples, self.powers, self.steps, least, self.traits)
         return self.tables.get(key)
+
+
+def _product_traits(sizes: np.ndarray) -> np.ndarray:
+    """Products are as fast as their results are large, their sides long and their sums deep."""
+    batch, m, n, k = np.moveaxis(sizes, -1, 0)
+    return np.stack([batch * m * n, np.minimum(m, n), np.maximum(m, n) ** 0.5, k], axis=-1)
+
+
+def _convolution_traits(sizes: np.ndarray) -> np.ndarray:
+    """Likewise; few channels are slow on either side."""
+    rows, into, out, window = np.moveaxis(sizes, -1, 0)
+    return np.stack([(rows * out) ** 0.5, np.minimum(into, out), into * window], axis=-1)
 
 
 def row_bytes(lengths: Iterable[int], dtype: str) -> int:
