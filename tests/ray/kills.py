@@ -237,6 +237,15 @@ class Record:
         return {n: round(v, 2) if isinstance(v, float) else v for n, v in row.items()}
 
 
+def names_the_lost(record: Record, said: str) -> bool:
+    """Whether an error names the workers that were hit: first one of them, or of a lost node, which
+    may have workers of other meshes too, all."""
+    if any(said.startswith(f"Worker {number} ") for number in record.workers):
+        return True
+    lost = re.findall(r"orker (\d+) [^\n]*was lost with its node", said)
+    return record.what == "node" and set(map(str, record.workers)) <= set(lost)
+
+
 class Nodes:
     """Ray nodes on this machine, of which some can be lost and others added. The head has no CPUs,
     so that no worker lies there."""
@@ -501,9 +510,7 @@ class Soak:
         wrong: list[str] = []
         if record.error_s is None or record.error_s > STATED_S[record.what]:
             wrong.append(f"told after {record.error_s} s")
-        if record.what not in ("network", "clock_back") and not any(
-            said.startswith(f"Worker {number} ") for number in record.workers
-        ):
+        if record.what not in ("network", "clock_back") and not names_the_lost(record, said):
             wrong.append("names another worker")
         if record.what == "network":
             if "connection to a worker is lost" not in said or wrong:

@@ -58,6 +58,12 @@ def test_a_dry_run_measures_and_compares(
     assert row["predicted_s"] > 0
     assert "held out: decide nothing" in capsys.readouterr().out
 
+    out.write_text(json.dumps({"rows": [{**row, "predicted_s": 0.0}]}))
+    monkeypatch.setattr(sys, "argv", ["judge_h200", "predict", str(out), "--tiny"])
+    command.main()
+    (again,) = json.loads(out.read_text())["rows"]
+    assert again == row
+
 
 def test_kernels_are_those_of_a_gpu_s_streams() -> None:
     def line(name: str, *events: tuple[str, str | None, float]) -> SimpleNamespace:

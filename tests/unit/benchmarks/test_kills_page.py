@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import ArgumentError
 from benchmarks import kills_page
 from benchmarks.kills import STATED_S
+from tests.ray.kills import Record, names_the_lost
 
 TABLE = "".join(f"| {name} | a promise | a test | old |\n" for name in kills_page.ROWS)
 PAGE = (
@@ -136,3 +137,15 @@ def test_pages_and_files_that_do_not_fit(tmp_path: Path):
             kills_page.read_results([tmp_path / "x.json"])
     with pytest.raises(ArgumentError, match=r"y.json: expected"):
         kills_page.read_results([tmp_path / "y.json"])
+
+
+def test_a_lost_node_is_named_by_any_of_its_workers_if_all_are_listed():
+    said = (
+        "Worker 2 was lost with its node, which Ray cannot reach any more.\n"
+        "  worker 6 (host 2, mesh 0) was lost with its node.\n"
+        "  worker 7 (host 3, mesh 0) died too.\n"
+    )
+    assert names_the_lost(Record(0, "node", "", workers=(6,)), said)
+    assert not names_the_lost(Record(0, "node", "", workers=(6, 7)), said)
+    assert not names_the_lost(Record(0, "kill", "", workers=(6,)), said)
+    assert names_the_lost(Record(0, "kill", "", workers=(2,)), said)
