@@ -28,7 +28,6 @@ import numpy as np
 _MAX_BITS = 17  # of the largest size on a grid
 _CHUNK = 2048
 _BLURS = (0.0, 1.0, 4.0, 16.0)
-_DECAY = 3  # weights of samples fall with this power of the squared distance
 _MIN_IMPROVEMENT = 0.95  # more blur must reduce the prediction error to this share
 
 
@@ -86,13 +85,25 @@ def _isotonic(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(int(count))]
 
 
+def _apart(here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Squared distances from every point here to every point there."""
+    squares = (here**2).sum(axis=1)[:, None] + (there**2).sum(axis=1)
+    return np.maximum(squares - 2.0 * here @ there.T, 0.0)
+
+
+def _weights(apart: np.ndarray, blur: float) -> np.ndarray:
+    """Of samples, by their squared distances; the nearest decide."""
+    blurred = apart + blur
+    return 1.0 / (blurred * blurred * blurred + 1e-6)
+
+
 def _blur(places: np.ndarray, rates: np.ndarray) -> float:
     """How much to add to squared distances (in powers of two) so that samples predict each other
     best: nothing if they agree, more if neighbours differ by noise."""
-    apart = ((places[:, None, :] - places[None]) ** 2).sum(axis=-1)
+    apart = _apart(places, places)
     best, best_blur = np.inf, 0.0
     for blur in _BLURS:
-        weights = 1.0 / ((apart + blur) ** _DECAY + 1e-6)
+        weights = _weights(apart, blur)
         weights[apart < 1e-9] = 0.0  # each is predicted by the others
         total = weights.sum(axis=1)
         known = total > 0
@@ -138,10 +149,8 @@ class RateTable:
         self.blur = _blur(sampled, sample_rates)
         for first in range(0, len(inside), _CHUNK):
             here = near(inside[first : first + _CHUNK])
-            apart = ((here[:, None, :] - sampled[None]) ** 2).sum(axis=-1)
-            weights = 1.0 / ((apart + self.blur) ** _DECAY + 1e-6)
-            mean = (weights * sample_rates).sum(axis=1) / weights.sum(axis=1)
-            rates[first : first + _CHUNK] = mean
+            weights = _weights(_apart(here, sampled), self.blur)
+            rates[first : first + _CHUNK] = weights @ sample_rates / weights.sum(axis=1)
         times = np.maximum(work(grid) - rates.reshape(counts), seconds.min())
         for axis in range(len(powers)):
             times = np.maximum.accumulate(times, axis=axis)
@@ -170,6 +179,6 @@ class Slowdown:
 
     def __call__(self, *sizes: float) -> float:
         """At least 1."""
-        apart = ((self.places - np.log2(np.asarray(sizes, dtype=float))) ** 2).sum(axis=1)
-        weights = 1.0 / ((apart + self.blur) ** _DECAY + 1e-6)
+        here = np.log2(np.asarray([sizes], dtype=float))
+        weights = _weights(_apart(here, self.places), self.blur)[0]
         return max(1.0, exp(float(weights @ self.logs / weights.sum())))

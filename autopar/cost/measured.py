@@ -70,12 +70,11 @@ class MeasuredCosts:
             self._least_product,
             _product_traits,
         )
-        self._slow_rows: dict[tuple[str, int], Slowdown] = {}
-        for dtype, rows in {(dtype, rows) for dtype, rows, *_ in products if rows < WHOLE_ROWS}:
-            table = self._products.get(dtype)
-            if table is not None:
-                samples = [(z, s) for d, r, z, s in products if (d, r) == (dtype, rows)]
-                self._slow_rows[dtype, rows] = Slowdown(samples, table)
+        self._slow_samples: dict[tuple[str, int], list[tuple[tuple[int, ...], float]]]
+        self._slow_samples = defaultdict(list)
+        for dtype, rows, sizes, took_s in products:
+            if rows < WHOLE_ROWS:
+                self._slow_samples[dtype, rows].append((sizes, took_s))
         self._convolutions = _Lazy(
             (
                 ((c.dtype, c.kind), _convolution_sizes(c), c.time.seconds)
@@ -102,6 +101,7 @@ class MeasuredCosts:
         self._transfers = {key: Curve(samples) for key, samples in crossings.items()}
         # Caches per object, so that an unused profile can be freed.
         self.product_s = lru_cache(_CACHED)(self._product_s)
+        self.slow_rows = lru_cache(_CACHED)(self._slow_rows)
         self.convolution_s = lru_cache(_CACHED)(self._convolution_s)
         self.attention_s = lru_cache(_CACHED)(self._attention_s)
         self.stream = lru_cache(_CACHED)(self._stream)
@@ -152,10 +152,14 @@ class MeasuredCosts:
         """`rows`: bytes that divide the rows of all three matrices; see `row_bytes`."""
         for sample_dtype in (dtype, *_LIKE.get(dtype, ())):
             if (table := self._products.get(sample_dtype)) is not None:
-                slow = self._slow_rows.get((sample_dtype, rows))
+                slow = self.slow_rows(sample_dtype, rows)
                 factor = 1.0 if slow is None else slow(batch, m, n, k)
                 return factor * table(batch, m, n, k)
         return None
+
+    def _slow_rows(self, dtype: str, rows: int) -> Slowdown | None:
+        samples, table = self._slow_samples.get((dtype, rows)), self._products.get(dtype)
+        return None if not samples or table is None else Slowdown(samples, table)
 
     def _convolution_s(
         self,
