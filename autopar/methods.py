@@ -221,12 +221,20 @@ class DataParallel:
     """The batch split over all devices, everything else replicated, gradients all-reduced.
 
     num_micro_batches: parts of the batch over which gradients are accumulated.
+    remat:             "none", or "all" to recompute every layer in the backward pass.
     """
 
     num_micro_batches: int = 1
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         _check_micro_batches(self)
+        if self.remat not in ("none", "all"):
+            _refuse(self, "remat", "'none' or 'all'; ShardParallel and AutoParallel have 'auto'")
+
+    @property
+    def options(self) -> ShardingOptions:
+        return ShardingOptions(remat=self.remat)
 
 
 @dataclass(frozen=True)
@@ -234,7 +242,7 @@ class Zero2Parallel(DataParallel):
     """Data parallelism with gradients and optimizer state sharded: gradients are reduce-scattered,
     each device updates its part, and the new parameters are gathered.
 
-    num_micro_batches: parts of the batch over which gradients are accumulated.
+    num_micro_batches, remat: as for `DataParallel`.
     """
 
 
@@ -243,7 +251,7 @@ class Zero3Parallel(DataParallel):
     """Data parallelism with gradients, optimizer state and parameters sharded: parameters are
     gathered where they are used.
 
-    num_micro_batches: parts of the batch over which gradients are accumulated.
+    num_micro_batches, remat: as for `DataParallel`.
     """
 
 

@@ -46,7 +46,8 @@ automatic. Each name opens the report page of the plan, as `plan.report("plan.ht
 timeline by layer, how every array is split over the mesh, what limits the step, memory, and
 baselines beside it. Nothing was compiled or run: steps are predictions from the data sheet, which
 assume no overlap of communication with compute. A plan fits if it leaves a tenth of a device's
-memory free; a baseline takes the fewest micro-batches that make it fit.
+memory free; a baseline takes the fewest micro-batches that make it fit, or recomputes its layers,
+whichever is faster.
 """
 
 
@@ -133,7 +134,7 @@ def list_text(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _in_short(row: dict[str, Any] | None) -> str:
-    """A baseline: its step and micro-batches, or that it does not fit. None: not planned yet."""
+    """A baseline: its step and how it fits, or that it does not. None: not planned yet."""
     if row is None:
         return ""
     if "error" in row:
@@ -141,7 +142,8 @@ def _in_short(row: dict[str, Any] | None) -> str:
     if row["peak_gib"] * 2**30 > _LIMIT_BYTES:
         return "does not fit"
     micro = row["num_micro_batches"]
-    return format_seconds(row["step_s"]) + (f", {micro} micro-batches" if micro > 1 else "")
+    cut = f", {micro} micro-batches" if micro > 1 else ""
+    return format_seconds(row["step_s"]) + cut + (", recomputing" if row["remat_layers"] else "")
 
 
 def main() -> None:

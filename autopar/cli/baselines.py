@@ -1,6 +1,7 @@
 """Baselines: a step planned by the methods that most people would use → plans beside its own.
 
 Each baseline takes the fewest micro-batches with which it fits, by doubling, as one would by hand.
+Where the whole batch does not fit, every layer recomputed is tried too, and the faster counts.
 
     data parallel, ZeRO-2, FSDP   as the methods of these names
     Megatron                      a mesh of data × tensor. The first axis splits the batch and never
@@ -13,7 +14,8 @@ Each baseline takes the fewest micro-batches with which it fits, by doubling, as
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from math import prod
 
 from autopar.errors import AutoparError, MemoryBudgetError, MeshError
@@ -64,17 +66,30 @@ def _or_why(make: Callable[[], ParallelPlan]) -> ParallelPlan | str:
 def _data_parallel(
     plan: ParallelPlan, method: type[DataParallel], budget: float, make: Make
 ) -> ParallelPlan:
-    """The fewest micro-batches that fit; where none do, the step without any."""
-    first = made = make(method())
-    if _held_bytes(made) > budget:
-        return made
-    numbers = _more_micro_batches(plan, made.num_devices)
-    while made.estimated_peak_bytes > budget and (number := next(numbers, None)) is not None:
+    """The faster of the two ways to fit, with and without recomputation; where neither does, the
+    step without micro-batches."""
+    first = make(method())
+    if first.estimated_peak_bytes <= budget or _held_bytes(first) > budget:
+        return first
+    numbers = _more_micro_batches(plan, first.num_devices)
+    ways = [("none", numbers), ("all", chain((1,), _more_micro_batches(plan, first.num_devices)))]
+    found = [_fewest(lambda n, r=remat: make(method(n, r)), tried, budget) for remat, tried in ways]
+    fitting = [made for made in found if made is not None]
+    return min(fitting, key=lambda made: made.estimated_step_s, default=first)
+
+
+def _fewest(
+    make: Callable[[int], ParallelPlan], numbers: Iterable[int], budget: float
+) -> ParallelPlan | None:
+    """The plan with the fewest micro-batches that fits."""
+    for number in numbers:
         try:
-            made = make(method(number))
+            made = make(number)
         except AutoparError:  # a batch that cannot be cut, such as that of a BatchNorm
-            break
-    return made if made.estimated_peak_bytes <= budget else first
+            return None
+        if made.estimated_peak_bytes <= budget:
+            return made
+    return None
 
 
 def _megatron(plan: ParallelPlan, cluster: ClusterSpec, budget: float, make: Make) -> ParallelPlan:

@@ -159,8 +159,8 @@ def _named(name: str, request: PlanRequest) -> methods.ParallelMethod:
     plain["zero3"] = methods.Zero3Parallel
     number = request.micro_batches
     if name in plain:
-        _refuse_flags(request, f"--method {name}", ("--micro-batches",))
-        return plain[name](_number(name, number))
+        _refuse_flags(request, f"--method {name}", ("--micro-batches", "--remat"))
+        return plain[name](_number(name, number), request.remat or "none")
     options = _options(request)
     if name == "shard":
         _refuse_flags(request, "--method shard", ("--micro-batches", "--budget", "--remat"))

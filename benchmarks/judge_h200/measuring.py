@@ -1,9 +1,9 @@
 """Cases → a folder with a row per case, its optimized HLO, and a profile of one step.
 
 Some cases at a time are compiled side by side, then timed one after another with nothing else on
-the GPU. When all have been timed, one step of each runs under the profiler while time is left, those
-of the development half first. The state is donated; a sample is a round of steps that are dispatched
-without waiting.
+the GPU. When all have been timed, one step of each runs under the profiler while time is left,
+those of the development half first. The state is donated; a sample is a round of steps that are
+dispatched without waiting.
 """
 
 from __future__ import annotations

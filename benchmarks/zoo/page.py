@@ -126,7 +126,8 @@ def plan_in_short(row: dict[str, Any]) -> str:
     if row["num_micro_batches"] > 1:
         parts.append(f"{row['num_micro_batches']} micro-batches")
     if row["remat_layers"]:
-        parts.append(f"recomputes {row['remat_layers']} layers")
+        layers = "1 layer" if row["remat_layers"] == 1 else f"{row['remat_layers']} layers"
+        parts.append(f"recomputes {layers}")
     return "; ".join(parts)
 
 

@@ -63,6 +63,16 @@ def check(
     return ours
 
 
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel, autopar.Zero2Parallel, autopar.Zero3Parallel]
+)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_data_parallelism_that_recomputes(method: Any, num_micro_batches: int) -> None:
+    step = check(train_step, PARAMS, X, method(num_micro_batches, remat="all"))
+    assert len(step.last_executable.plan.remat) == len(PARAMS)
+    assert "remat='all'" in step.last_executable.plan.method
+
+
 @pytest.mark.representatives("mlp-tiny-4", slow=["gpt-tiny-scan-2"])
 @pytest.mark.parametrize(
     ("name", "layers"),

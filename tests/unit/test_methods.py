@@ -198,6 +198,14 @@ def test_steering_that_is_none(name: str, value: Any, needed: str) -> None:
     refused(lambda: ShardingOptions(**{name: value}), f"ShardingOptions({name}={value!r})", needed)
 
 
+@pytest.mark.parametrize("remat", ["auto", True, None])
+def test_data_parallelism_recomputes_all_layers_or_none(remat: Any) -> None:
+    refused(
+        lambda: Zero3Parallel(remat=remat), f"Zero3Parallel(remat={remat!r})", "'none' or 'all'"
+    )
+    assert Zero2Parallel(2, "all") != Zero2Parallel(2)
+
+
 def test_steering_is_copied_and_its_methods_can_be_compared() -> None:
     pins = {"w": P("x")}
     options = ShardingOptions(pins=pins, forbid_axes={"v": "x"}, batch_axis=["x", "y"])

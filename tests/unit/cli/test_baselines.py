@@ -78,9 +78,38 @@ def test_each_takes_the_fewest_micro_batches_that_fit() -> None:
         assert not isinstance(plan, str), plan
         assert plan.estimated_peak_bytes <= budget
         assert plan.num_micro_batches > 1
-    fewer = [m.num_micro_batches for m in tried if type(m) is autopar.DataParallel]
-    assert fewer == [2**n for n in range(len(fewer))]
-    assert fewer[-1] == found["data parallel"].num_micro_batches
+    data = [m for m in tried if type(m) is autopar.DataParallel]
+    for remat in ("none", "all"):
+        fewer = [m.num_micro_batches for m in data if m.remat == remat]
+        assert fewer == [2**n for n in range(len(fewer))] and len(fewer) > 1
+    last = [[m for m in data if m.remat == remat][-1] for remat in ("none", "all")]
+    step, args = make_step(2**17, 256)
+    both = [autopar.plan(step, *args, cluster=cluster, method=method) for method in last]
+    fitting = [made for made in both if made.estimated_peak_bytes <= budget]
+    assert found["data parallel"].estimated_step_s == min(p.estimated_step_s for p in fitting)
+
+
+def test_layers_are_recomputed_where_micro_batches_are_not_enough() -> None:
+    """A row on each device, which cannot be cut: 16 layers of 4 MiB, several times."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch
+            for w in params:
+                x = x + jnp.tanh(jnp.sin(x @ w) * x)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    args = ([array(256, 256)] * 16, array(8, 4096, 256))
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm", memory_bytes=180e6)
+    made = lambda method: autopar.plan(step, *args, cluster=cluster, method=method)  # noqa: E731
+    plain = made("zero3")
+    assert plain.estimated_peak_bytes > 180e6
+    found = baselines(plain, cluster, made)
+    for title in TITLES[:3]:
+        assert found[title].remat and found[title].estimated_peak_bytes <= 0.9 * 180e6, title
 
 
 def test_a_state_too_large_is_said_without_a_search() -> None:
