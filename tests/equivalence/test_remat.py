@@ -69,7 +69,7 @@ def check(
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_data_parallelism_that_recomputes(method: Any, num_micro_batches: int) -> None:
     step = check(train_step, PARAMS, X, method(num_micro_batches, remat="all"))
-    assert len(step.last_executable.plan.remat) == len(PARAMS)
+    assert len(step.last_executable.plan.remat) == len(PARAMS) - 1  # all but the last one
     assert "remat='all'" in step.last_executable.plan.method
 
 
