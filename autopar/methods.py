@@ -41,7 +41,8 @@ class ShardingOptions:
     memory_budget_bytes:    peak bytes of a step on one device; None for the device's memory.
     host_memory:            where devices are too small for a step, whatever is sharded, recomputed
                             and cut into micro-batches, the optimizer's state may lie in the memory
-                            of their hosts: "auto" as much as is needed, "never", or at most so many
+                            of their hosts, and then parameters that the step computes with in a
+                            narrower type: "auto" as much as is needed, "never", or at most so many
                             bytes per device. Not in pipelines.
     memory_correction:      what XLA was found to keep, over what is predicted, for plans that must
                             fit: `plan.correction` of an earlier plan. Steps that are run, and

@@ -352,18 +352,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and a budget")
     parser.add_argument("--case", choices=CASES, nargs="+", default=CASES)
     parser.add_argument("--limit-s", type=float, default=115, help="seconds for each case")
-    parser.add_argument("--out", type=Path, help="file for the rows")
+    parser.add_argument("--out", type=Path, help="file for the rows; other cases in it stay")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
         print(json.dumps(run(arguments.case[0], arguments.tiny)), flush=True)
         return
-    rows = []
+    out = arguments.out
+    known = json.loads(out.read_text()) if out is not None and out.exists() else []
+    rows = {row["case"]: row for row in known}
     for case in arguments.case:
-        rows.append(in_a_process(case, arguments.tiny, arguments.limit_s))
-        print(json.dumps(rows[-1]), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        rows[case] = in_a_process(case, arguments.tiny, arguments.limit_s)
+        print(json.dumps(rows[case]), flush=True)
+        if out is not None:
+            ordered = [rows[one] for one in CASES if one in rows]
+            out.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ def host_sentences(plan: ParallelPlan) -> list[str]:
     if not host.num_groups:
         return [text]
     took = f", predicted {format_seconds(host.transfer_s)} in every step" if plan.is_timed else ""
-    return [
-        f"{text}, state that only the update reads ({len(host.inputs)} arrays); fetched and stored "
-        f"in {host.num_groups} groups{took}"
-    ]
+    cast = len(host.parameters)
+    what = [f"state that only the update reads ({len(host.inputs) - cast} arrays)"]
+    if cast:
+        what.append(f"parameters that are cast to a narrower type ({cast} arrays, fetched twice)")
+    return [f"{text}, {' and '.join(what)}; fetched and stored in {host.num_groups} groups{took}"]
 
 
 def found_sentences(plan: ParallelPlan) -> list[str]:

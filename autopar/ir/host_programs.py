@@ -39,12 +39,14 @@ class HostPrograms:
     slots:    type and place of every slot.
     outputs:  the slot of every result.
     on_host:  the slots in host memory.
+    main:     position of the program with forward and backward pass.
     """
 
     programs: tuple[HostProgram, ...]
     slots: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[int, ...]
     on_host: frozenset[int]
+    main: int = 0
 
     def is_on_host(self, slot: int) -> bool:
         return slot in self.on_host

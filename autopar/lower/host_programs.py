@@ -1,5 +1,6 @@
 """A step with state in host memory, as programs: from a `PlannedStep` to `HostPrograms`.
 
+    cast k     narrow copies of the parameters of group k, which are fetched before it
     step       forward, backward, everything that needs no state in host memory
     update k   updates group k, whose state is fetched before and stored after it
 
@@ -68,6 +69,8 @@ class _Lowering:
             else:
                 sharding = self._spec_sharding(tensor, None)
                 self.slot_of[value] = self._new_slot(aval.shape, aval, sharding)
+        for number in range(len(self.cut.casts)):
+            self._add_cast(number)
         self._add_main()
         for number in range(len(self.cut.groups)):
             self._add_update(number)
@@ -76,6 +79,7 @@ class _Lowering:
             tuple(self.slots),
             tuple(self.outputs[o] for o in range(len(self.program.outputs))),
             frozenset(self.on_host),
+            len(self.cut.casts),
         )
 
     # -- slots
@@ -136,25 +140,49 @@ class _Lowering:
         )
         return lambda *arrays: self.writer.run(program, sharding, arrays)
 
+    def _add_cast(self, number: int) -> None:
+        group = self.cut.casts[number]
+        equations = self._equations(*group.equations)
+        outputs, writes = self._handed_on(equations, group.equations[1])
+        own = [self.program.inputs[i] for i in group.inputs]
+        cast = self._function(equations, own, outputs)
+        fetches = self._fetches(group.inputs)
+        reads = tuple(slot for _, slot in fetches)
+        self.programs.append(HostProgram(f"cast_{number}", cast, reads, writes, fetches))
+
     def _add_main(self) -> None:
-        num_early = self.cut.num_early
-        late = self._equations(num_early, len(self.program.equations))
-        early = self._equations(0, num_early)
+        start, end = self.cut.early
+        early = self._equations(start, end)
+        late = self._equations(end, len(self.program.equations))
         made_late = {value for equation, _ in late for value in equation.results}
-        made_early = {value for equation, _ in early for value in equation.results}
-        outputs: list[tuple[Operand, Chain]] = []
-        writes = []
-        for number, (out, chain) in enumerate(
-            zip(self.program.outputs, self.sharding.outputs, strict=True)
-        ):
-            if not (isinstance(out, int) and out in made_late):
-                outputs.append((out, chain))
-                writes.append(self._output_slot(number, is_hosted=False))
-        waiting: dict[int, Chain] = {}  # early value -> how the first late equation reads it
-        for equation, sharding in late:
+        results = [
+            number
+            for number, out in enumerate(self.program.outputs)
+            if not (isinstance(out, int) and out in made_late)
+        ]
+        returned = [(self.program.outputs[n], self.sharding.outputs[n]) for n in results]
+        final = [self._output_slot(number, is_hosted=False) for number in results]
+        read = {v for equation, _ in early for v in equation.inputs}
+        read.update(values_in(operand for operand, _ in returned))
+        inputs = [v for i, v in enumerate(self.program.inputs) if i not in self.hosted]
+        inputs += sorted(read & (self.slot_of.keys() - set(inputs)))
+        reads = tuple(self.slot_of[v] for v in inputs)
+        outputs, writes = self._handed_on(early, end)
+        main = self._function(early, inputs, [*returned, *outputs])
+        self.programs.append(HostProgram("step", main, reads, (*final, *writes)))
+
+    def _handed_on(
+        self, equations: Sequence[tuple[Equation, EquationSharding]], end: int
+    ) -> tuple[list[tuple[Operand, Chain]], tuple[int, ...]]:
+        """(what these equations make and those from `end` on read, with changes of layout; its
+        slots)."""
+        made = {value for equation, _ in equations for value in equation.results}
+        waiting: dict[int, Chain] = {}  # value -> how the first later equation reads it
+        for equation, sharding in self._equations(end, len(self.program.equations)):
             for operand, chain in zip(equation.operands, sharding.operands, strict=True):
-                if isinstance(operand, int) and operand in made_early:
+                if isinstance(operand, int) and operand in made:
                     waiting[operand] = waiting.get(operand) or chain
+        outputs: list[tuple[Operand, Chain]] = []
         for value, chain in waiting.items():
             if self.layouts[value] is None and chain:
                 self.layouts[value] = chain[-1]
@@ -162,11 +190,13 @@ class _Lowering:
             else:
                 outputs.append((value, ()))
             self.slot_of[value] = self._value_slot(value, self.layouts[value])
-            writes.append(self.slot_of[value])
-        inputs = [v for i, v in enumerate(self.program.inputs) if i not in self.hosted]
-        reads = tuple(self.slot_of[v] for v in inputs)
-        main = self._function(early, inputs, outputs)
-        self.programs.append(HostProgram("step", main, reads, tuple(writes)))
+        return outputs, tuple(self.slot_of[value] for value in waiting)
+
+    def _fetches(self, inputs: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (self.host_slot[i], self._device_slot(self.step.avals[i], self.plan.inputs[i]))
+            for i in inputs
+        )
 
     def _add_update(self, number: int) -> None:
         group = self.cut.groups[number]
@@ -184,10 +214,7 @@ class _Lowering:
         results.sort(key=stored.__contains__)
         outputs = [(self.program.outputs[o], self.sharding.outputs[o]) for o in results]
         update = self._function(equations, [*others, *own], outputs)
-        fetches = tuple(
-            (self.host_slot[i], self._device_slot(self.step.avals[i], self.plan.inputs[i]))
-            for i in group.inputs
-        )
+        fetches = self._fetches(group.inputs)
         reads = (*(self.slot_of[v] for v in others), *(slot for _, slot in fetches))
         writes, stores = [], []
         for o in results:

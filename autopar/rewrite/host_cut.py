@@ -5,6 +5,9 @@ master copies of parameters. The equations that depend on it are *late*. Late eq
 late value, or state in host memory, belong together; each such *component* (mostly a parameter with
 its moments) can run by itself once the gradients are known, and a group is some of them.
 
+Parameters are read before the update too. Where only casts read them, they can lie in host memory
+like the rest: their casts come first (`host_casts`).
+
 What a late equation reads must be kept until it runs. So elementwise equations that only one
 component reads run with it, if that lets fewer bytes wait: it is the gradient that waits, in the
 type in which the backward pass made it, and not its square and its multiples.
@@ -12,14 +15,15 @@ type in which the backward pass made it, and not its square and its multiples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar import _jax
 from autopar.ir.graph import HEAVY
 from autopar.ir.host_memory import HostCut, HostGroup
-from autopar.ir.program import Equation, Program
+from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.host_casts import CastParameter, cast_parameters, with_casts_once
 from autopar.tracer.costs import REDUCTIONS, UNFUSED, aval_bytes
 
 # A step's update is cut into this many groups at most; three of them are on the device at a time.
@@ -30,20 +34,46 @@ _NOT_ELEMENTWISE = frozenset({*UNFUSED, *REDUCTIONS, *HEAVY, "optimization_barri
 
 
 def hostable_inputs(step: TracedStep) -> tuple[int, ...]:
-    """The state, by input index, that can lie in host memory."""
-    program = step.program
+    """The state, by input index, that can lie in host memory: only the update reads it."""
     seen = _seen_outside_state(step)
-    made = {value for equation in program.equations for value in equation.results}
-    found = []
-    for index, output in step.state:
-        value, new = program.inputs[index], program.outputs[output]
-        aval = step.avals[index]
-        if value in seen or not isinstance(new, int) or new not in made:
-            continue
-        if aval.shape and not _jax.is_extended_dtype(aval.dtype):
-            found.append(index)
-    total = sum(aval_bytes(step.avals[i]) for i in found)
-    return tuple(i for i in found if aval_bytes(step.avals[i]) >= _SMALLEST_SHARE * total)
+    return _replaced_late(step, [i for i, _ in step.state if step.program.inputs[i] not in seen])
+
+
+def hostable_parameters(step: TracedStep) -> tuple[int, ...]:
+    """The parameters, by input index, that can lie in host memory beside all of `hostable_inputs`:
+    only the update and casts to a narrower type read them."""
+    state = hostable_inputs(step)
+    inputs = [i for i, _ in step.state]
+    index_of = {step.program.inputs[i]: i for i in inputs}
+    parameters = [index_of[value] for value in _cast_parameters(step, inputs)]
+    return tuple(i for i in _replaced_late(step, [*state, *parameters]) if i not in state)
+
+
+def _cast_parameters(step: TracedStep, inputs: Collection[int]) -> dict[int, CastParameter]:
+    """Those of these inputs that are read before the update, by casts alone."""
+    seen = _seen_outside_state(step)
+    values = [step.program.inputs[i] for i in inputs]
+    return cast_parameters(step.program, [v for v in values if v in seen], seen)
+
+
+def _replaced_late(step: TracedStep, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Those of these inputs that can be fetched for their update and stored after it: what
+    replaces them is made of them. Small ones are not among them."""
+    program, new = step.program, dict(step.state)
+    casts = _equations(_cast_parameters(step, inputs))
+    arrays = [
+        i for i in inputs if step.avals[i].shape and not _jax.is_extended_dtype(step.avals[i].dtype)
+    ]
+    while True:
+        components = _Components(program, {program.inputs[i] for i in arrays}, casts)
+        kept = [
+            i for i in arrays if components.replaces(program.inputs[i], program.outputs[new[i]])
+        ]
+        if len(kept) == len(arrays):
+            break
+        arrays = kept
+    total = sum(aval_bytes(step.avals[i]) for i in arrays)
+    return tuple(i for i in arrays if aval_bytes(step.avals[i]) >= _SMALLEST_SHARE * total)
 
 
 def _seen_outside_state(step: TracedStep) -> set[int]:
@@ -59,10 +89,13 @@ def _seen_outside_state(step: TracedStep) -> set[int]:
 
 
 def with_host_state(step: TracedStep, inputs: Collection[int]) -> TracedStep:
-    """The step with these inputs, of `hostable_inputs`, in host memory."""
+    """The step with these inputs, of `hostable_inputs` and `hostable_parameters`, in host
+    memory."""
     assert inputs and set(inputs) <= {i for i, _ in step.state}, inputs
-    program = step.program
-    components = _Components(program, {program.inputs[i] for i in inputs})
+    step = with_casts_once(step, _cast_parameters(step, inputs))
+    program, casts = step.program, _cast_parameters(step, inputs)
+    first = _equations(casts)
+    components = _Components(program, {program.inputs[i] for i in inputs}, first)
     components.sink()
     position = {program.inputs[i]: i for i in inputs}
     members: dict[int, list[int]] = {}  # component -> inputs
@@ -75,20 +108,41 @@ def with_host_state(step: TracedStep, inputs: Collection[int]) -> TracedStep:
     sizes = {c: sum(aval_bytes(step.avals[i]) for i in members[c]) for c in order}
     total = sum(sizes.values())
     packed = _packed(order, sizes, max(total / NUM_GROUPS, *sizes.values()))
-    early = [i for i in range(len(program.equations)) if i not in components.late]
-    numbers, groups = list(early), []
-    for group in packed:
-        own = sorted(i for component in group for i in equations[component])
-        held = tuple(sorted(i for component in group for i in members[component]))
-        groups.append(HostGroup(held, (len(numbers), len(numbers) + len(own))))
-        numbers += own
-    largest = max(sum(sizes[c] for c in group) for group in packed)
+    numbers: list[int] = []
+
+    def group(own: Collection[int], held: Collection[int]) -> HostGroup:
+        numbers.extend(sorted(own))
+        return HostGroup(tuple(sorted(held)), (len(numbers) - len(own), len(numbers)))
+
+    cast_groups = [
+        group([i for v in values for i in casts[v].equations], [position[v] for v in values])
+        for values in _packed_casts(step, casts)
+    ]
+    numbers += (i for i in range(len(program.equations)) if i not in components.late | first)
+    groups = [
+        group([i for c in one for i in equations[c]], [i for c in one for i in members[c]])
+        for one in packed
+    ]
+    largest = max(sum(sizes[c] for c in one) for one in packed)
     return replace(
         step,
         program=replace(program, equations=tuple(program.equations[i] for i in numbers)),
         loop=None if step.loop is None else numbers.index(step.loop),
-        host=HostCut(tuple(groups), float(total), float(largest)),
+        host=HostCut(tuple(groups), float(total), float(largest), tuple(cast_groups)),
     )
+
+
+def _equations(casts: Mapping[int, CastParameter]) -> set[int]:
+    return {index for one in casts.values() for index in one.equations}
+
+
+def _packed_casts(step: TracedStep, casts: Mapping[int, CastParameter]) -> list[list[int]]:
+    """Parameters in groups that are cast one after the other, in the order of their first casts."""
+    if not casts:
+        return []
+    sizes = {value: aval_bytes(step.program.avals[value]) for value in casts}
+    order = sorted(casts, key=lambda value: casts[value].equations[0])
+    return _packed(order, sizes, max(sum(sizes.values()) / NUM_GROUPS, *sizes.values()))
 
 
 def _packed(order: Sequence[int], sizes: dict[int, int], limit: float) -> list[list[int]]:
@@ -105,12 +159,13 @@ def _packed(order: Sequence[int], sizes: dict[int, int], limit: float) -> list[l
 
 
 class _Components:
-    """Late equations, and which of them belong together.
+    """Late equations, and which of them belong together. `casts`: equations that read state in host
+    memory before.
 
     late: indices of equations that run after all others.
     """
 
-    def __init__(self, program: Program, hosted: set[int]) -> None:
+    def __init__(self, program: Program, hosted: set[int], casts: Collection[int]) -> None:
         self.program, self.hosted = program, hosted
         self.late: set[int] = set()
         self.maker: dict[int, int] = {}  # late value -> its equation
@@ -118,6 +173,8 @@ class _Components:
         for value in hosted:
             self.parent[~value] = ~value
         for index, equation in enumerate(program.equations):
+            if index in casts:
+                continue
             sources = [self._source(v) for v in equation.inputs]
             sources = [source for source in sources if source is not None]
             if sources:
@@ -146,6 +203,11 @@ class _Components:
     def of_value(self, value: int) -> int:
         """The component of state in host memory."""
         return self.of(~value)
+
+    def replaces(self, value: int, new: Operand) -> bool:
+        """Whether state in host memory is updated to `new` with its own component."""
+        made = self.maker.get(new) if isinstance(new, int) else None
+        return made is not None and self.of(made) == self.of_value(value)
 
     def sink(self) -> None:
         """Make elementwise equations late that only one component reads, where fewer bytes wait

@@ -62,18 +62,20 @@ class HostMemoryExecutable(Executable):
         self._free_moved(leaves, slots)
         slots += [None] * (len(self.programs.slots) - len(slots))
         log = None if recorder is None else recorder.begin(self.description).logs[0]
-        programs = self.programs.programs
+        programs, main = self.programs.programs, self.programs.main
+        self._move(slots, programs[0].fetches)
         for number, program in enumerate(programs):
-            if number >= _IN_FLIGHT:
-                jax.block_until_ready(self._watched(slots, number - _IN_FLIGHT))
+            done = number - (1 if number == main else _IN_FLIGHT)
+            if done >= 0:
+                jax.block_until_ready(self._watched(slots, done))
             upcoming = programs[number + 1].fetches if number + 1 < len(programs) else ()
-            if number > 0:
+            if number != main:
                 self._move(slots, upcoming)
             began_s = clock()
             results = self._dispatch(compiled[program.name], [slots[s] for s in program.reads])
             for slot, result in zip(program.writes, results, strict=True):
                 slots[slot] = result
-            if number == 0:  # while it runs there may be no room for state
+            if number == main:  # while it runs there may be no room for state
                 self._move(slots, upcoming)
             self._move(slots, program.stores)
             for slot in program.used_up:
@@ -170,7 +172,7 @@ class HostMemoryExecutable(Executable):
             return list(program.function(*arrays))
 
         # Equal programs must have equal names, to be seen as equal.
-        name = "update" if program.name.startswith("update") else program.name
+        name = program.name.partition("_")[0]
         run.__name__ = run.__qualname__ = f"{self.plan.name}_{name}"
         jitted = jax.jit(
             run,
@@ -218,7 +220,8 @@ class HostMemoryExecutable(Executable):
         alive = {s for s in range(len(self.avals)) if not on_host(s)}
         peak, storing = 0, set[int]()
         for number, program in enumerate(programs):
-            after = programs[number + 1].fetches if 0 < number < len(programs) - 1 else ()
+            fetches_next = number not in (self.programs.main, len(programs) - 1)
+            after = programs[number + 1].fetches if fetches_next else ()
             alive |= {slot for _, slot in (*program.fetches, *after)}
             apart = sum(self._bytes(s) for s in (alive | storing) - set(program.reads))
             peak = max(peak, apart + self._device_bytes(program))

@@ -18,7 +18,7 @@ from autopar.ir.text import format_bytes
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, ShardParallel, options_of
-from autopar.rewrite.host_cut import hostable_inputs, with_host_state
+from autopar.rewrite.host_cut import hostable_inputs, hostable_parameters, with_host_state
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.constraints import candidate_meshes
@@ -131,8 +131,9 @@ class WholeStep:
 
 
 def on_host(step: TracedStep, inputs: Sequence[int]) -> TracedStep:
-    """The step with this state in host memory."""
-    return with_host_state(step, inputs) if inputs else step
+    """The step with this state in host memory, as far as the rewritten step can have it there."""
+    hosted = set(inputs) and set(inputs) & {*hostable_inputs(step), *hostable_parameters(step)}
+    return with_host_state(step, sorted(hosted)) if hosted else step
 
 
 def plan_whole(whole: WholeStep) -> PlannedStep:
@@ -202,7 +203,7 @@ def bind_whole(
         step = source.with_recomputation(layers_by_name(layers, plan.remat), plan.num_micro_batches)
         if plan.host is not None and plan.host.num_groups:
             inputs = plan.host.inputs
-            if not set(inputs) <= set(hostable_inputs(step)):
+            if not set(inputs) <= {*hostable_inputs(step), *hostable_parameters(step)}:
                 raise PlanError(
                     f"the plan for {plan.name} keeps state in host memory that {step.name} needs "
                     "on the device. Plan again."

@@ -100,6 +100,26 @@ class Fusion:
                     frontier += [v for v in node.results if v not in seen]
                     seen.update(node.results)
 
+    def ends_of_kernels(self, value: int) -> set[int]:
+        """The last nodes of the elementwise kernels that read a value and write arrays of its
+        shape."""
+        shape = self.flow.values[value].shape
+        frontier, seen, found = [value], {value}, set[int]()
+        while frontier:
+            for reader in self.readers.get(frontier.pop(), ()):
+                results = self.flow.nodes[reader.node].results
+                if reader.unfused or not self.is_elementwise(reader.node) or not results:
+                    continue
+                made = results[0]
+                if self.flow.values[made].shape != shape or made in seen:
+                    continue
+                seen.add(made)
+                if made in self.written or self.flow.finished(made) in self.in_place:
+                    found.add(reader.node)
+                else:
+                    frontier.append(made)
+        return found
+
     def waits_for(self, node: int, earlier: int) -> bool:
         """Whether a node depends on another."""
         frontier, seen = [earlier], {earlier}

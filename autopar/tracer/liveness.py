@@ -5,7 +5,7 @@ XLA is known to run it elsewhere (`run_order`). The model follows how XLA compil
 
 - *Fusion.* A value that readers recompute needs its sources until its last reader runs, which is
   why few activations survive until the backward pass. An elementwise kernel and the one that reads
-  its result become one (`merge_kernels`).
+  its result become one (`merge_kernels`), as do those that read the same zeros (`merge_siblings`).
 - *Donation.* Updated state takes over the buffer of the old state; an elementwise result that of an
   operand it is the last to read, and a scatter or an update of a slice that of the array it changes
   (`reuse_buffers`).
@@ -24,7 +24,7 @@ from math import prod
 
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
 from autopar.tracer.costs import REDUCTIONS, UNFUSED
-from autopar.tracer.dataflow import Dataflow
+from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.folding import folded_products, folded_scatters, turned_products
 from autopar.tracer.fusion import Fusion
 from autopar.tracer.regions import UPDATE
@@ -83,12 +83,14 @@ class _Sweep:
         self.nodes, self.values = self.flow.nodes, self.flow.values
         self.producer, self.readers = self.flow.producer, fusion.readers
         self.times, self.loops = times, loops
+        self.other_zeros: set[int] = set()  # zeros that are others, read by the same kernel
         self.merged: dict[int, int] = {}  # elementwise value -> one that the same kernel writes
 
     def lives(self) -> tuple[list[Life], list[int]]:
         """(all lives; per node, until when its operands are needed)."""
         flow, fusion = self.flow, self.fusion
         self.merge_kernels()
+        self.merge_siblings()
         node_ends, ends = self.last_needed()
         lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
         lives += self.dilated_inputs()
@@ -101,6 +103,8 @@ class _Sweep:
                     lives.append(Life(value, 0, last))
                     continue
                 if value not in fusion.written or finished in fusion.in_place:
+                    continue
+                if value in self.other_zeros:
                     continue
                 start = self.times[index]
                 end = ends.get(value, start)
@@ -182,6 +186,26 @@ class _Sweep:
                     self.times[index] = max(self.times[index], self.times[last])
                     self.merged[value] = made
                     break
+
+    def merge_siblings(self) -> None:
+        """Elementwise kernels that read the same zeros become one kernel, which runs with the last
+        of them: what any of them reads is in memory until then, and the zeros are there once."""
+        fusion = self.fusion
+        kernels: dict[Type, dict[int, set[int]]] = {}  # type -> its zeros -> who reads them
+        for zero in sorted(fusion.written & self.flow.zeros):
+            ends = fusion.ends_of_kernels(zero)
+            if ends:
+                kernels.setdefault(self.flow.type_of(zero), {})[zero] = ends
+        for readers in kernels.values():
+            together = set[int]().union(*readers.values())
+            last = max(self.times[index] for index in together)
+            for index in together:
+                self.times[index] = last
+            *others, _ = readers
+            self.other_zeros.update(v for v in others if not self.is_read_unfused(v))
+
+    def is_read_unfused(self, value: int) -> bool:
+        return any(reader.unfused for reader in self.readers.get(value, ()))
 
     def runs_with(self, index: int, value: int, made: int) -> bool:
         """Whether the kernel that makes `made` of `value` can run with the one that makes `value`:

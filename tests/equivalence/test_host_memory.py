@@ -35,9 +35,9 @@ def loss_of(params, batch):
     return jnp.mean((x - batch["y"]) ** 2)
 
 
-def step_of(tx: optax.GradientTransformation):
+def step_of(tx: optax.GradientTransformation, loss_fn=loss_of):
     def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
         updates, opt = tx.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt, "count": state["count"] + 1}, loss
@@ -136,6 +136,108 @@ def test_bfloat16_parameters_with_a_float32_copy(one_device, batch) -> None:
     step = autopar.parallelize(train_step, method=method)
     mine = check_training(step, train_step, state, batch, num_steps=2)
     assert "pinned_host" in kinds(mine["opt"][0])
+
+
+def narrow_loss_of(params, batch):
+    """float32 parameters, products in bfloat16."""
+    x = batch["x"].astype(jnp.bfloat16)
+    for w in params:
+        x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+    return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def recomputed_loss_of(params, batch):
+    """The same, recomputing each layer: the backward pass casts once more, behind a barrier."""
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w.astype(jnp.bfloat16)))
+    x = batch["x"].astype(jnp.bfloat16)
+    for w in params:
+        x = layer(x, w)
+    return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def check_parameters_on_host(step, train_step, state, batch, rtol: float = 1e-5):
+    """Returns the last state."""
+    reference, mine = state, jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        reference, expected = jax.jit(train_step)(reference, batch)
+        mine, loss = step(mine, batch)
+        np.testing.assert_allclose(loss, expected, rtol=rtol)
+    for got, wanted in zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-2, atol=10 * rtol)
+    executable = step.last_executable
+    plan = executable.plan
+    assert plan.host is not None and plan.host.parameters
+    assert kinds(mine["params"]) >= {"pinned_host"}
+    assert executable.host_bytes() == pytest.approx(plan.host.num_bytes)
+    return mine
+
+
+def planned(train_step, state, batch, method):
+    """The step by the plan that is predicted to fit, whatever XLA for CPUs takes: it widens what it
+    multiplies."""
+    plan = autopar.parallelize(train_step, method=method).plan(state, batch)
+    return autopar.parallelize(train_step, method=plan)
+
+
+@pytest.mark.parametrize("loss", [narrow_loss_of, recomputed_loss_of])
+def test_parameters_that_are_cast(one_device, batch, loss) -> None:
+    """Two bytes of each parameter stay on the device, beside its gradient."""
+    train_step, state = step_of(CLIPPED, loss), make_state(CLIPPED)
+    step = planned(train_step, state, batch, AutoParallel(options=budget(state, 0.5, 1)))
+    check_parameters_on_host(step, train_step, state, batch)
+    text = " ".join(step.last_executable.plan.explain(detail="full").split())
+    assert "parameters that are cast to a narrower type" in text
+
+
+def test_cast_parameters_on_a_mesh(batch) -> None:
+    train_step, state = step_of(CLIPPED, narrow_loss_of), make_state(CLIPPED)
+    method = ShardParallel((8,), options=budget(state, 0.6, 8))
+    step = planned(train_step, state, batch, method)
+    check_parameters_on_host(step, train_step, state, batch, rtol=1e-3)  # sums of bfloat16
+
+
+@pytest.mark.ci
+def test_cast_parameters_with_micro_batches(one_device, batch) -> None:
+    train_step, state = step_of(CLIPPED, narrow_loss_of), make_state(CLIPPED)
+    method = ShardParallel(num_micro_batches=2, options=budget(state, 0.65, 1))
+    step = planned(train_step, state, batch, method)
+    check_parameters_on_host(step, train_step, state, batch)
+
+
+def test_cast_parameters_made_saved_and_evaluated(one_device, batch, tmp_path) -> None:
+    train_step, state = step_of(CLIPPED, narrow_loss_of), make_state(CLIPPED)
+    step = planned(train_step, state, batch, ShardParallel(options=budget(state, 0.5, 1)))
+    create = autopar.parallelize(
+        lambda key: make_state(CLIPPED, key=key), method=CreateStateParallel(step, batch)
+    )
+    made = create(jax.random.key(0))
+    assert "pinned_host" in kinds(made["params"])
+    made, loss = step(made, batch)
+    _, expected = jax.jit(train_step)(state, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    autopar.save_checkpoint(tmp_path / "checkpoint", made, 1)
+    restored = autopar.restore_checkpoint(tmp_path / "checkpoint", made)
+    for got, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(made), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        assert got.sharding.memory_kind == wanted.sharding.memory_kind
+    evaluate = autopar.parallelize(
+        lambda state, batch: narrow_loss_of(state["params"], batch), method=FollowParallel(step)
+    )
+    before = float(evaluate(made, batch))
+    assert "pinned_host" in kinds(made["params"])  # nothing was moved
+    step.last_executable.plan.save(tmp_path / "plan.json")
+    again = autopar.parallelize(
+        train_step, method=autopar.ParallelPlan.load(tmp_path / "plan.json")
+    )
+    _, loss = again(restored, batch)
+    assert float(loss) == pytest.approx(before, rel=1e-5)
+
+
+def test_parameters_that_the_step_computes_with_stay(one_device, batch) -> None:
+    train_step, state = step_of(CLIPPED), make_state(CLIPPED)
+    step = autopar.parallelize(train_step, method=ShardParallel(options=budget(state, 0.45, 1)))
+    with pytest.raises(MemoryBudgetError, match="no parameter can: the step computes with them"):
+        step.plan(state, batch)
 
 
 def test_state_made_saved_and_evaluated(one_device, batch, tmp_path) -> None:

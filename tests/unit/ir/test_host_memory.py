@@ -13,7 +13,7 @@ from autopar.ir.mesh import ClusterSpec, device_spec
 
 def test_a_cut_knows_its_inputs_in_order() -> None:
     cut = HostCut((HostGroup((3, 5), (7, 9)), HostGroup((4,), (9, 12))), 30.0, 20.0)
-    assert cut.inputs == (3, 5, 4) and cut.num_early == 7
+    assert cut.inputs == (3, 5, 4) and cut.early == (0, 7)
 
 
 @pytest.mark.parametrize(

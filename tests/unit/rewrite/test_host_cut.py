@@ -14,7 +14,12 @@ import pytest
 
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
-from autopar.rewrite.host_cut import NUM_GROUPS, hostable_inputs, with_host_state
+from autopar.rewrite.host_cut import (
+    NUM_GROUPS,
+    hostable_inputs,
+    hostable_parameters,
+    with_host_state,
+)
 from autopar.sharding.assemble import unsharded
 from autopar.tracer.trace import StepOptions, trace
 
@@ -81,7 +86,7 @@ def test_each_parameter_with_its_moments_is_a_group(tx: optax.GradientTransforma
     assert sorted(ends) == [[f"['{name}']"] * 2 for name in "abc"]
     size = 4 * WIDTH * WIDTH
     assert (cut.num_bytes, cut.group_bytes) == (6 * size, 2 * size)
-    borders = [cut.num_early, *(group.equations[1] for group in cut.groups)]
+    borders = [cut.early[1], *(group.equations[1] for group in cut.groups)]
     assert [group.equations for group in cut.groups] == list(pairwise(borders))
     assert borders[-1] == len(step.program.equations) == len(cut_step.program.equations)
 
@@ -91,7 +96,7 @@ def test_only_gradients_wait_for_the_update() -> None:
     step = traced(optax.adam(1e-3))
     cut_step = with_host_state(step, hostable_inputs(step))
     assert cut_step.host is not None
-    equations, early = cut_step.program.equations, cut_step.host.num_early
+    equations, early = cut_step.program.equations, cut_step.host.early[1]
     made = {v for equation in equations[:early] for v in equation.results}
     waiting = {v for equation in equations[early:] for v in equation.inputs} & made
     arrays = [v for v in waiting if cut_step.program.avals[v].shape]
@@ -161,7 +166,92 @@ def test_a_gradient_waits_for_its_update_once() -> None:
     hosted = with_host_state(one, hostable_inputs(one))
     assert hosted.host is not None
     equations = hosted.program.equations
-    early, late = equations[: hosted.host.num_early], equations[hosted.host.num_early :]
+    _, end = hosted.host.early
+    early, late = equations[:end], equations[end:]
     made = {value for equation in early for value in equation.results}
     waiting = {value for equation in late for value in equation.inputs if value in made}
     assert [hosted.program.avals[v].shape for v in waiting] == [(WIDTH, WIDTH)] * len(names)
+
+
+# -- parameters
+
+
+def mixed(read: Callable[..., Any], more: Callable[..., Any] | None = None) -> TracedStep:
+    """Three float32 parameters; `read`: a layer of x and one of them."""
+    tx = optax.adam(1e-3)
+    params = {name: jnp.full((WIDTH, WIDTH), 0.1) for name in "abc"}
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            y = x
+            for name in "abc":
+                y = read(y, params[name])
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+        return new, loss if more is None else (loss, more(state["params"], new["params"]))
+
+    state = {"params": params, "opt": tx.init(params)}
+    return trace(step, (state, jnp.ones((4, WIDTH), jnp.bfloat16)), {}, StepOptions())
+
+
+def narrow(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w.astype(jnp.bfloat16))
+
+
+PARAMETERS = [f"state['params']['{name}']" for name in "abc"]
+
+
+@pytest.mark.parametrize("layer", [narrow, jax.checkpoint(narrow)], ids=["kept", "recomputed"])
+def test_parameters_that_are_cast_can_lie_there_and_are_cast_first(layer: Any) -> None:
+    step = mixed(layer)
+    found = hostable_parameters(step)
+    assert paths(step, found) == PARAMETERS
+    hosted = with_host_state(step, (*hostable_inputs(step), *found))
+    cut, equations = hosted.host, hosted.program.equations
+    assert cut is not None
+    assert set(cut.parameters) == set(found) < set(cut.inputs)
+    start, end = cut.early
+    casts = equations[:start]
+    assert [e.name for e in casts] == ["convert_element_type"] * 3  # once each
+    values = {hosted.program.inputs[i] for i in cut.inputs}
+    assert not any(values.intersection(e.inputs) for e in equations[start:end])
+    args = [jnp.linspace(0.1, 0.9, a.size).reshape(a.shape).astype(a.dtype) for a in step.avals]
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    wanted, got = (
+        annotated_function(one.program, unsharded(one.program), mesh)(*args)
+        for one in (step, hosted)
+    )
+    for one, other in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, w: jnp.tanh(x.astype(jnp.float32) @ w),
+        lambda x, w: jnp.tanh(x.astype(jnp.float32) @ w.astype(jnp.bfloat16) * jnp.sum(w)),
+    ],
+    ids=["as they are", "also as they are"],
+)
+def test_parameters_that_are_computed_with_stay(layer: Any) -> None:
+    assert hostable_parameters(mixed(layer)) == ()
+
+
+def test_a_parameter_that_a_result_depends_on_stays() -> None:
+    step = mixed(narrow, lambda old, new: jnp.sum(new["a"] ** 2))
+    assert paths(step, hostable_parameters(step)) == PARAMETERS[1:]
+
+
+def test_state_that_is_replaced_and_not_updated_stays() -> None:
+    """The last gradient is stored, and nothing reads the old one."""
+    keep_last = optax.GradientTransformation(
+        lambda params: {"last": jax.tree.map(jnp.zeros_like, params)},
+        lambda grads, state, params=None: (grads, {"last": grads}),
+    )
+    step = traced(optax.chain(keep_last, optax.adam(1e-3)))
+    hosted = hostable_inputs(step)
+    assert hosted and not any("last" in path for path in paths(step, hosted))
+    assert with_host_state(step, hosted).host is not None

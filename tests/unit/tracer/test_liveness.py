@@ -173,3 +173,30 @@ def test_a_transposed_convolution_reads_a_dilated_copy() -> None:
 
     assert copies(upsampled) == [4]
     assert copies(downsampled) == []
+
+
+def test_updates_that_read_the_same_zeros_are_one_kernel() -> None:
+    """As Adagrad's are, of tables of one size: the zeros that scatters need in memory are read by
+    all updates, so that all gradients are there at once."""
+    shape = (1024, 64)
+
+    def step(state, rows):
+        tables, sums = state
+
+        def loss_of(tables):
+            return sum(jnp.sum(table[rows] ** 3) for table in tables)
+
+        grads = jax.grad(loss_of)(tables)
+        sums = [s + g * g for s, g in zip(sums, grads, strict=True)]
+        scales = [jnp.where(s > 0, jax.lax.rsqrt(s), 0.0) for s in sums]
+        tables = [t - a * g for t, a, g in zip(tables, scales, grads, strict=True)]
+        return tables, sums
+
+    tables = [array(*shape) for _ in range(4)]
+    graph = graph_of(step, (tables, tables), array(16, dtype=jnp.int32))
+    lives = lives_by_op(graph)
+    ends = {end for _, end, _ in lives["scatter-add"]}
+    assert len(lives["scatter-add"]) == 4 and len(ends) == 1
+    (last,) = ends
+    zeros = [one for one in lives["broadcast_in_dim"] if one[2] == shape and one[1] == last]
+    assert len(zeros) == 1
