@@ -29,7 +29,7 @@ from benchmarks.one_gpu import memory_of
 LEAST_ROUND_S = 0.15
 WARM_UP_S = 0.3
 NUM_ROUNDS = 7
-SIDE_BY_SIDE = 12
+SIDE_BY_SIDE = 6
 Kernels = dict[str, tuple[int, float]]  # HLO instruction, or the kernel's name → runs, seconds
 
 
