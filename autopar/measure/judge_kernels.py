@@ -3,10 +3,9 @@
 A kernel has three kinds of work that run side by side, so that the slowest nearly decides
 (`seconds`): matrix products on tensor cores, arithmetic on vector lanes, and traffic.
 
-    products     in tiles, one on every multiprocessor, in waves. A tile has a prologue and an
-                 epilogue, so a short contraction is slow; rows that are no multiple of 16 bytes
-                 cannot be copied in blocks. A convolution is the product that it stands for; one
-                 with few channels in a group runs on vector lanes.
+    products     in tiles (`judge_tiles`); rows that are no multiple of 16 bytes cannot be copied
+                 in blocks. A convolution is the product that it stands for; one with few channels
+                 in each of its groups, or of 32 bits with holes in its filter, runs on lanes.
     arithmetic   by instruction. A fusion computes a value again for every place that reads it at
                  another index. A value that only some threads need is loaded in a branch, and the
                  others wait.
@@ -22,37 +21,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, gcd, prod
+from math import gcd, prod
 
 from autopar.ir.mesh import DeviceSpec
+from autopar.measure.judge_tiles import PRODUCTS, convolution_s, tiled_s
 from autopar.runtime.hlo import convolution_flops, product_flops
 from autopar.runtime.hlo_text import ArrayType, HloModule, Instruction
 
 Named = Mapping[str, Instruction]
 
-PRODUCTS = 0.71  # of the peak rate, for a tile that is full
 MEMORY = 0.9  # of the bandwidth
 LAUNCH_S = 1.8e-6
 PRODUCT_S = 1e-6  # more for products, which fill their pipeline first
 ROWS_S = 4e-6  # more for sums across rows, whose parts are added last
-MULTIPROCESSORS = 132
 EXTRA_DEPTH = {2: 96, 4: 192}  # prologue and epilogue of a tile, as elements of the contraction
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-LEAST_DEPTH = 1024  # of a tile whose contraction is split among multiprocessors
-TILES = (
-    (128, 128, 1.0),
-    (128, 64, 0.7),
-    (64, 128, 0.7),
-    (64, 64, 0.5),
-    (16, 128, 0.25),
-    (16, 16, 0.2),
-)
 # Of a product's rate, by the alignment of rows; less if the contraction is along such rows.
 UNALIGNED = {8: 0.6, 4: 0.6, 2: 0.25, 1: 0.25}
 UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.25, 1: 0.25}
 SINGLE_LOADS = 2.0  # traffic of a tile with rows aligned to 2 bytes, as if it were so much more
-KERNEL_GRADIENT_32BIT = 0.55  # tensor cores want both operands along the contraction for TF32
-CHANNELS = 8  # fewer of them, in a group, leave a convolution to vector lanes
+CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to vector lanes
 GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
 VECTOR_SHARE = 0.6  # of that in practice
@@ -105,6 +92,8 @@ _PADDING = re.compile(r"padding=([\dx_\-]+)")
 _DIMENSIONS = re.compile(r"dimensions=\{([\d,]*)\}")
 _FFT_LENGTH = re.compile(r"fft_length=\{([\d,]+)\}")
 _GROUPS = re.compile(r"feature_group_count=(\d+)")
+_WINDOW_SIZE = re.compile(r"window=\{[^}]*\bsize=([\dx]+)")
+_WINDOW_STRIDE = re.compile(r"window=\{[^}]*\bstride=([\dx]+)")
 
 
 @dataclass
@@ -209,25 +198,6 @@ def _product_s(
     return tiled_s(batch, *sides, depth, shares.get(alignment, 1.0) * rate, extra)
 
 
-def tiled_s(
-    batch: float, rows: float, columns: float, depth: float, rate: float, extra: float
-) -> float:
-    """A product of rows × depth by depth × columns on a device with this peak rate, in the best of
-    `TILES`. Where tiles do not fill all waves, the contraction is split. `extra`: depth that a tile
-    costs more; small tiles share a multiprocessor and hide part of it."""
-    times = []
-    for height, width, share in TILES:
-        tiles = batch * ceil(rows / height) * ceil(columns / width)
-        deep = min(
-            ceil(tiles * parts / MULTIPROCESSORS) * (depth / parts + share * extra)
-            for parts in SPLITS
-            if parts == 1 or depth >= parts * LEAST_DEPTH
-        )
-        area = 2 * height * width * MULTIPROCESSORS
-        times.append(deep * area / (PRODUCTS * share * rate))
-    return min(times)
-
-
 def _add_convolution(
     work: Work, one: Instruction, kind: str, operands: Sequence[Instruction], device: DeviceSpec
 ) -> None:
@@ -243,21 +213,29 @@ def _add_convolution(
     groups = int(found[1]) if found else 1
     inputs = kernel[labels[1].index("i")]
     features = kernel[labels[1].index("o")] / groups
-    if min(inputs, features) < CHANNELS:
-        work.lane_ops += flops / 2 / (GROUPED if groups > 1 else 1.0)
+    is_depthwise = groups > 1 and min(inputs, features) < CHANNELS
+    item = _item(operands[0])
+    if is_depthwise or (not is_filter and item >= 4 and "rhs_dilate=" in one.attributes):
+        work.lane_ops += flops / 2 / (GROUPED if is_depthwise else 1.0)
         return
     positions = prod(outputs.results[0].shape) / (features * groups)
-    window = flops / 2 / (positions * groups * features * inputs)
-    if is_filter:
-        sides = window * inputs, features, positions
-    elif is_input:
-        sides = positions, inputs, window * features
-    else:
-        sides = positions, features, window * inputs
-    rate = _peak(operands[0], device)
-    if is_filter and operands[0].results[0].dtype == "f32":
-        rate *= KERNEL_GRADIENT_32BIT
-    work.products_s += tiled_s(groups, *sides, rate, EXTRA_DEPTH[2])
+    window, strides = (_window_sizes(form, one) for form in (_WINDOW_SIZE, _WINDOW_STRIDE))
+    work.products_s += convolution_s(
+        "BackwardFilter" if is_filter else "BackwardInput" if is_input else "Forward",
+        groups,
+        positions,
+        inputs,
+        features,
+        window,
+        strides or [1] * len(window),
+        item,
+        _peak(operands[0], device),
+    )
+
+
+def _window_sizes(form: re.Pattern[str], one: Instruction) -> list[int]:
+    found = form.search(one.attributes)
+    return [int(size) for size in found[1].split("x")] if found else []
 
 
 def _attention_flops(one: Instruction, by_name: Named, *, backward: bool) -> float:

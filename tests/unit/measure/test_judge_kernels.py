@@ -14,9 +14,7 @@ from autopar.measure.judge_kernels import (
     LAUNCH_S,
     LOAD_IN_BRANCH,
     MEMORY,
-    MULTIPROCESSORS,
     PRODUCT_S,
-    PRODUCTS,
     ROWS_S,
     SINGLE_LOADS,
     SMOOTH,
@@ -26,8 +24,17 @@ from autopar.measure.judge_kernels import (
     VECTOR_SHARE,
     Work,
     seconds,
-    tiled_s,
     work_of,
+)
+from autopar.measure.judge_tiles import (
+    CONVOLUTION_DEPTH,
+    FILTER_GRADIENT,
+    MULTIPROCESSORS,
+    PRODUCTS,
+    SPLITS,
+    STRIDED_INPUT,
+    WIDE_TILES,
+    tiled_s,
 )
 from autopar.runtime.hlo_text import HloModule
 
@@ -128,11 +135,13 @@ def test_tiles_of_single_elements_move_slowly() -> None:
     assert num_bytes(197) == SINGLE_LOADS * 2 * 2 * 64 * 197
 
 
-def convolution(target: str, left: str, right: str, result: str, rest: str = "") -> Work:
+def convolution(
+    target: str, left: str, right: str, result: str, rest: str = "", window: str = "size=3x3"
+) -> Work:
     return work(
         f"""%p = {left} parameter(0)
         %q = {right} parameter(1)
-        ROOT %c = ({result}, u8[100]{{0}}) custom-call(%p, %q), window={{size=3x3}}, """
+        ROOT %c = ({result}, u8[100]{{0}}) custom-call(%p, %q), window={{{window}}}, """
         f'dim_labels=b01f_o01i->b01f{rest}, custom_call_target="__cudnn$conv{target}"'
     )
 
@@ -141,32 +150,59 @@ IMAGES, WIDER = "bf16[16,32,32,128]{3,2,1,0}", "bf16[16,32,32,256]{3,2,1,0}"
 KERNEL = "bf16[256,3,3,128]{3,2,1,0}"
 
 
-@pytest.mark.parametrize(
-    ("target", "arrays", "sides"),
-    [
-        ("Forward", (IMAGES, KERNEL, WIDER), (16384, 256, 9 * 128)),
-        ("BackwardInput", (WIDER, KERNEL, IMAGES), (16384, 128, 9 * 256)),
-        ("BackwardFilter", (IMAGES, WIDER, KERNEL), (9 * 128, 256, 16384)),
-    ],
-)
-def test_a_convolution_is_the_product_it_stands_for(
-    target: str, arrays: tuple[str, str, str], sides: tuple[int, int, int]
-) -> None:
-    found = convolution(target, *arrays)
-    assert found.flops == 2 * 16384 * 256 * 9 * 128
-    assert found.products_s == pytest.approx(tiled_s(1, *sides, DEVICE.flops_16bit, 96))
+def as_product(
+    *sides: float, share: float = 1.0, splits: tuple[int, ...] = (1,), rate: float = 1e15
+) -> object:
+    found = tiled_s(1, *sides, share * rate, CONVOLUTION_DEPTH, WIDE_TILES, splits)
+    return pytest.approx(found)
+
+
+def test_a_convolution_is_the_product_it_stands_for() -> None:
+    forward = convolution("Forward", IMAGES, KERNEL, WIDER)
+    assert forward.flops == 2 * 16384 * 256 * 9 * 128
+    assert forward.products_s == as_product(16384, 256, 9 * 128)
+    backward = convolution("BackwardInput", WIDER, KERNEL, IMAGES)
+    assert backward.products_s == as_product(16384, 128, 9 * 256)
+    of_filter = convolution("BackwardFilter", IMAGES, WIDER, KERNEL)
+    share = FILTER_GRADIENT[2]
+    assert of_filter.products_s == as_product(9 * 128, 256, 16384, share=share, splits=SPLITS)
+    assert forward.flops == backward.flops == of_filter.flops
+
+
+def test_few_channels_cost_as_much_as_a_block_at_every_place_of_the_window() -> None:
+    left, kernel = "bf16[16,32,32,3]{3,2,1,0}", "bf16[256,3,3,3]{3,2,1,0}"
+    found = convolution("Forward", left, kernel, WIDER)
+    assert found.flops == 2 * 16384 * 256 * 27
+    assert found.lane_ops == 0 and found.products_s == as_product(16384, 256, 9 * 32)
+    narrow = convolution("BackwardInput", WIDER, kernel, left)
+    assert narrow.products_s == as_product(16384, 64, 9 * 256)  # no narrower tile
+
+
+def test_a_strided_input_s_gradient_meets_a_part_of_the_window_at_every_position() -> None:
+    larger = "bf16[16,64,64,128]{3,2,1,0}"
+    found = convolution("BackwardInput", WIDER, KERNEL, larger, window="size=3x3 stride=2x2")
+    assert found.products_s == as_product(4 * 16384, 128, 4 * 256, share=STRIDED_INPUT)
+
+
+def test_few_tiles_of_a_convolution_leave_multiprocessors_idle() -> None:
+    small, result = "bf16[1,8,8,1024]{3,2,1,0}", "bf16[1,8,8,64]{3,2,1,0}"
+    kernel = "bf16[64,3,3,1024]{3,2,1,0}"
+    found = convolution("Forward", small, kernel, result)
+    alone = 2 * 64 * 64 * MULTIPROCESSORS * 9 * 1024 / (PRODUCTS * 0.5 * DEVICE.flops_16bit)
+    assert found.products_s > alone
+
+
+def test_a_filter_with_holes_runs_on_lanes() -> None:
+    left, result = "f32[16,64,64,128]{3,2,1,0}", "f32[16,60,60,256]{3,2,1,0}"
+    kernel, window = "f32[256,3,3,128]{3,2,1,0}", "size=3x3 rhs_dilate=2x2"
+    found = convolution("Forward", left, kernel, result, window=window)
+    assert found.products_s == 0 and found.lane_ops == found.flops / 2 > 0
 
 
 def test_a_contraction_along_such_rows_is_slower() -> None:
     found = product("bf16[4096,4098]{1,0}", "bf16[4098,1024]{1,0}", "bf16[4096,1024]{1,0}")
     rate = UNALIGNED_DEPTH[4] * DEVICE.flops_16bit
     assert found.products_s == pytest.approx(tiled_s(1, 4096, 1024, 4098, rate, 96))
-
-
-def test_a_convolution_of_few_channels_runs_on_lanes() -> None:
-    left, kernel = "bf16[16,32,32,3]{3,2,1,0}", "bf16[256,3,3,3]{3,2,1,0}"
-    found = convolution("Forward", left, kernel, WIDER)
-    assert found.products_s == 0 and found.lane_ops == found.flops / 2 == 16384 * 256 * 27
 
 
 def test_a_depthwise_convolution_runs_on_lanes() -> None:
