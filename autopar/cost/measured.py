@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.compute import compute_s
+from autopar.cost.convolution_tiles import least_convolution_s
 from autopar.cost.curves import Curve, RateTable, Slowdown
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import ConvolutionTime, MachineProfile
@@ -117,15 +118,8 @@ class MeasuredCosts:
         return least
 
     def _least_convolution(self, key: tuple[str, str], rate: float) -> OfSizes:
-        """Likewise; an image is about as large as its result, channel by channel."""
-        byte_s = _SIZES.get(key[0], 1) * self._byte_s
-
-        def least(at: np.ndarray) -> np.ndarray:
-            rows, into, out, window = np.moveaxis(at, -1, 0)
-            moved = rows * (into + out) + into * out * window
-            return np.maximum(rows * into * out * window / rate, moved * byte_s)
-
-        return least
+        dtype, kind = key
+        return least_convolution_s(kind, _SIZES.get(dtype, 1), rate, self._byte_s)
 
     @property
     def _byte_s(self) -> float:

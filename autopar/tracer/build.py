@@ -173,7 +173,9 @@ class _Builder:
             for node, factor, traffic in zip(
                 self.nodes,
                 factors,
-                node_traffic(self.nodes, self.values, liveness.in_memory, in_place, outputs),
+                node_traffic(
+                    self.nodes, self.values, liveness.in_memory, in_place, outputs, self.zeros
+                ),
                 strict=True,
             )
         )

@@ -92,9 +92,11 @@ def node_traffic(
     in_memory: Collection[int],
     in_place: Collection[int | None],
     outputs: Collection[int | None],
+    zeros: Collection[int] = (),
 ) -> list[Traffic | None]:
-    """`in_place`: updated state, which takes over the memory of the old one."""
-    return _Kernels(nodes, values, in_memory, in_place, outputs).traffic()
+    """`in_place`: updated state, which takes over the memory of the old one; `zeros`: values known
+    to be zero."""
+    return _Kernels(nodes, values, in_memory, in_place, outputs, zeros).traffic()
 
 
 class _Kernels:
@@ -105,6 +107,7 @@ class _Kernels:
         in_memory: Collection[int],
         in_place: Collection[int | None],
         outputs: Collection[int | None],
+        zeros: Collection[int],
     ) -> None:
         self.nodes, self.values = nodes, values
         self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
@@ -113,6 +116,7 @@ class _Kernels:
         self.elements = [prod(value.shape) for value in values]
         finish = {n.operands[0]: n.results[0] for n in nodes if n.kind is NodeKind.FINISH}
         self.written = {v for v in in_memory if not self.views[self.producer[v]]}
+        self.merge_zeros(zeros)
         updated, kept = set(in_place), {*outputs, *in_place}
         self.written |= {v for v in self.producer if finish.get(v, v) in updated}
         self.is_result = {v for v in self.producer if finish.get(v, v) in kept}
@@ -134,6 +138,17 @@ class _Kernels:
                 for value in node.results:
                     source[value] = source[node.operands[0]]
         return source
+
+    def merge_zeros(self, zeros: Collection[int]) -> None:
+        """XLA writes all zeros of a type once, but for those that scatters fill."""
+        filled = {n.operands[0] for n in self.nodes if n.name.startswith("scatter") and n.operands}
+        first: dict[tuple[tuple[int, ...], str], int] = {}
+        same: dict[int, int] = {}
+        for value in sorted(self.written.intersection(zeros).difference(filled)):
+            kind = (self.values[value].shape, self.values[value].dtype)
+            same[value] = first.setdefault(kind, value)
+        self.source = [same.get(source, source) for source in self.source]
+        self.written -= {value for value, source in same.items() if value != source}
 
     def folded_values(self) -> set[int]:
         """Small values made of constants alone, which XLA computes when it compiles."""
@@ -207,14 +222,18 @@ class _Kernels:
         """An existing kernel that a root can join, if there is one."""
         joins = self.sums_rows(node) or not node.name.startswith(_REDUCTIONS)
         candidates: list[_Kernel] = []
+        makers: list[_Kernel] = []
         for value in sources:
             if self.elements[value] < size or size <= _SMALL:
                 continue
             candidates += self.readers.get(value, ())
             writer = self.writer.get(value)
             if joins and writer is not None and self.is_elementwise(value):
-                candidates.append(writer)
-        for kernel in reversed(candidates):
+                makers.append(writer)
+        candidates += makers
+        # The one that shares most with the root; of equal ones, the last.
+        shared = {id(k): len(k.sources & sources) + (k in makers) for k in candidates}
+        for kernel in sorted(reversed(candidates), key=lambda k: -shared[id(k)]):
             matches = kernel.may_grow and kernel.region == node.region and kernel.size == size
             if matches and not self.waits(sources, kernel, joins):
                 return kernel

@@ -43,8 +43,8 @@ def _product(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize:
 
 
 def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | None:
-    """Gradients are convolutions too: the kernel's gradient has windows as its result, the gradient
-    of a strided input has zeros between its rows."""
+    """Gradients are convolutions too: the kernel's gradient has windows as its result, and no
+    stride; the gradient of a strided input has zeros between its rows."""
     params = equation.params
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return None
@@ -56,7 +56,7 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
         return prod(shapes[position][d] for d in spec[2:])
 
     # dims: images, positions of a result, in and out channels, the window
-    if size(1, right) > size(2, out):
+    if size(1, right) > size(2, out) and prod(params["window_strides"]) == 1:
         dims = (
             _dims_of(0, left[1:2]),
             _dims_of(1, right[2:]),

@@ -151,9 +151,10 @@ KERNEL = "bf16[256,3,3,128]{3,2,1,0}"
 
 
 def as_product(
-    *sides: float, share: float = 1.0, splits: tuple[int, ...] = (1,), rate: float = 1e15
+    rows: float, columns: float, depth: float, share: float = 1.0, splits: tuple[int, ...] = (1,)
 ) -> object:
-    found = tiled_s(1, *sides, share * rate, CONVOLUTION_DEPTH, WIDE_TILES, splits)
+    rate = share * DEVICE.flops_16bit
+    found = tiled_s(1, rows, columns, depth, rate, CONVOLUTION_DEPTH, WIDE_TILES, splits)
     return pytest.approx(found)
 
 

@@ -102,6 +102,28 @@ def test_rows_that_are_scattered_are_moved_and_not_the_table() -> None:
     assert max(traffic.num_bytes) <= rows.nbytes
 
 
+def test_updates_share_zeros_and_join_the_kernel_of_their_own_gradient() -> None:
+    """Scatters fill zeros of their own; those of `where` are one array for all parameters."""
+    rows, chosen = np.zeros((128, 1024), np.float32), np.zeros((128,), np.int32)
+
+    def step(state, rows):
+        updated = []
+        for weight, total in state:
+            gradient = jnp.zeros_like(weight).at[chosen].add(rows)
+            total = total + gradient * gradient
+            scale = jnp.where(total > 0, jax.lax.rsqrt(total + 1e-7), 0.0)
+            updated.append((weight + gradient * scale, total))
+        return updated
+
+    state = [(W, W) for _ in range(4)]
+    graph = build_graph(trace_step(step, (state, rows), {}, batch_argnums=(1,)))
+    made = [n.traffic for n in graph.nodes if n.name == "broadcast_in_dim" and n.traffic]
+    assert sum(t.num_bytes[-1] == W.nbytes for t in made) == len(state) + 1
+    traffic = [n.traffic for n in graph.nodes if n.region == "update" and n.traffic is not None]
+    per_table = 6  # its weight and total twice each, the gradient and the zeros once
+    assert sum(sum(t.num_bytes) for t in traffic) <= (4 * per_table + 1) * W.nbytes
+
+
 def exposed(f, *args) -> float:
     """Arithmetic beyond the traffic, over the traffic."""
     traffic = [n.traffic for n in graph_of(f, *args).nodes if n.traffic is not None]
@@ -166,6 +188,17 @@ def test_work_of_products_convolutions_and_their_gradients() -> None:
         return jax.lax.conv_general_dilated(
             x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
+
+    images, patch = np.zeros((2, 8, 8, 4), np.float32), np.zeros((8, 8, 4, 16), np.float32)
+    strided = graph_of(
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, (8, 8), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        images,
+        patch,
+    )  # a window larger than its result
+    found = sizes(strided, node(strided, "conv_general_dilated"))
+    assert found == ("forward", 2, 1, 4, 16, 64)
 
     x, w = np.zeros((2, 16, 16, 4), np.float32), np.zeros((3, 3, 4, 8), np.float32)
     graph = graph_of(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), (0, 1)), x, w)
