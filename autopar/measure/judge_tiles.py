@@ -29,7 +29,7 @@ BLOCK_BYTES = 64  # of channels, along a contraction
 FILTER_BLOCK_BYTES = 32  # of channels, of a filter's gradient
 CONVOLUTION_DEPTH = 256  # prologue and epilogue, as elements of the contraction
 STRIDED_INPUT = 0.7  # of the rate, for gradients of a strided input, whose parts lie apart
-FILTER_GRADIENT = {2: 0.7, 4: 0.5}  # by bytes: both operands lie across the contraction
+FILTER_GRADIENT = {2: 0.7, 4: 0.55}  # by bytes: both operands lie across the contraction
 
 
 def tiled_s(
