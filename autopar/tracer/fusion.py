@@ -53,11 +53,13 @@ class Fusion:
         products: Mapping[int, int],
         outputs: Collection[int],
         in_place: Collection[int],
+        copied: Collection[int] = (),
     ) -> None:
         """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
-        outputs that take over the buffer of an input."""
+        outputs that take over the buffer of an input; `copied`: values that are written in
+        another order of dimensions."""
         self.flow = flow
-        self.outputs, self.in_place = outputs, in_place
+        self.outputs, self.in_place, self.copied = outputs, in_place, copied
         self._scatters = scatters
         self._folded = {**scatters, **products}
         self.epilogues = {index: product for product, index in products.items()}
@@ -213,6 +215,8 @@ class Fusion:
         readers = self.readers.get(value, [])
         finished = flow.finished(value)
         if finished in self.outputs and finished not in self.in_place:
+            return True
+        if value in self.copied:
             return True
         if not readers:
             return False

@@ -11,6 +11,8 @@ XLA is known to run it elsewhere (`run_order`). The model follows how XLA compil
   (`reuse_buffers`).
 - *Products.* cuBLAS and cuDNN return a result together with a workspace, and XLA lets no kernel
   take over a part of such a pair.
+- *Orders of dimensions.* What a kernel reads in another order than a product made it in is written
+  again (`reordering`).
 - *Convolutions.* Kernels stay in the order that the library wants (`transposed_kernels`); inputs of
   transposed convolutions are written with zeros between their rows (`dilated_inputs`).
 
@@ -19,7 +21,7 @@ A value that a loop reads lives until the loop's end; a stack that it writes, fr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from math import prod
 
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
@@ -28,6 +30,7 @@ from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.folding import folded_products, folded_scatters, turned_products
 from autopar.tracer.fusion import Fusion
 from autopar.tracer.regions import UPDATE
+from autopar.tracer.reordering import Reordering, num_orders
 from autopar.tracer.run_order import run_times
 
 _MAX_TILE_ROW = 2**14  # elements of a row that a Triton kernel takes as a whole
@@ -55,8 +58,11 @@ def find_lives(
     # Kernels are priced with the epilogues of products as kernels of their own.
     priced = Fusion(flow, scatters, {}, returned, kept)
     flow = flow.with_turned(turned_products(flow))
-    fusion = Fusion(flow, scatters, folded_products(flow), returned, kept)
-    sweep = _Sweep(fusion, run_times(nodes, flow.zeros, overlaps), loops)
+    reordering = Reordering(flow)
+    copied = reordering.copied
+    fusion = Fusion(flow, scatters, folded_products(flow), returned, kept, copied)
+    times = run_times(nodes, flow.zeros, overlaps)
+    sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
     lives, node_ends = sweep.lives()
     return Liveness(tuple(lives), tuple(sweep.times), tuple(node_ends), priced.read_from_memory())
 
@@ -78,8 +84,16 @@ def transposed_state(flow: Dataflow, in_place: Collection[int]) -> frozenset[int
 
 
 class _Sweep:
-    def __init__(self, fusion: Fusion, times: list[int], loops: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        times: list[int],
+        loops: Sequence[tuple[int, int]],
+        reordered: Set[int],
+        overlaps: bool,
+    ) -> None:
         self.fusion, self.flow = fusion, fusion.flow
+        self.reordered, self.overlaps = reordered, overlaps
         self.nodes, self.values = self.flow.nodes, self.flow.values
         self.producer, self.readers = self.flow.producer, fusion.readers
         self.times, self.loops = times, loops
@@ -117,8 +131,16 @@ class _Sweep:
                 if finished in fusion.outputs:
                     end = last
                 if end >= start:
-                    lives.append(Life(finished, start, end))
+                    lives.append(Life(finished, start, end, self.num_orders(value, (node.region,))))
         return lives, node_ends
+
+    def num_orders(self, value: int, regions: Collection[str] | None = None) -> int:
+        """How often a kernel writes its result, for products of these passes."""
+        if value not in self.reordered:
+            return 1
+        readers = {r.node for r in self.readers.get(value, ())}
+        wanted = [i for i in readers if regions is None or self.nodes[i].region in regions]
+        return num_orders(self.flow, value, wanted)
 
     def last_needed(self) -> tuple[list[int], dict[int, int]]:
         """(per node, until when its operands are needed; per value, until when it is needed)."""
@@ -296,10 +318,13 @@ class _Sweep:
     def recomputed_lives(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
         """Lives, in the backward pass, of forward values that are recomputed there: each pass
         writes a transposed elementwise value in the order that its products want, and only its
-        sources survive in between."""
+        sources survive in between. On several devices, a kernel that writes its result in
+        several orders does so for both passes at once."""
         flow, fusion = self.flow, self.fusion
         lives: list[Life] = []
         for value in fusion.transposed:
+            if self.overlaps and self.num_orders(value) > 1:
+                continue
             region = flow.maker(value).region
             readers = [r.node for r in self.readers.get(value, ())]
             same_pass = [i for i in readers if self.nodes[i].region == region]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.ir.graph import NodeKind
+from autopar.ir.graph import Life, NodeKind
 from tests.unit.tracer.memory_graphs import array, graph_of, lives_by_op, train
 
 
@@ -200,3 +202,42 @@ def test_updates_that_read_the_same_zeros_are_one_kernel() -> None:
     (last,) = ends
     zeros = [one for one in lives["broadcast_in_dim"] if one[2] == shape and one[1] == last]
     assert len(zeros) == 1
+
+
+def attention(query, key, value):
+    """A softmax over keys, of grouped queries: (batch, queries, heads, groups, width)."""
+    scores = jnp.einsum("bqngd,bknd->bngqk", query, key).astype(jnp.float32)
+    weights = jax.nn.softmax(scores).astype(jnp.bfloat16)
+    return jnp.einsum("bngqk,bknd->bqngd", weights, value)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_kernel_with_another_order_of_dimensions_copies_a_product(overlaps: bool) -> None:
+    """Grouped queries: scores are made as (keys, queries, groups) and read as (groups, queries,
+    keys). XLA computes softmax and its gradient in the first order. It writes the product of the
+    backward pass in that order, as float32, and the gradient once for each of its two products."""
+    groups, length = 4, 128
+
+    def step(w, x):
+        def loss_of(w):
+            query, key, value = (x @ w[name].astype(jnp.bfloat16) for name in "qkv")
+            query = query.reshape(2, length, 2, groups, 16)
+            key, value = (one.reshape(2, length, 2, groups * 16)[..., :16] for one in (key, value))
+            return jnp.sum(attention(query, key, value).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss_of)(w))
+
+    w = {name: array(128, 2 * groups * 16) for name in "qkv"}
+    x = array(2, length, 128, dtype=jnp.bfloat16)
+    graph = graph_of(step, w, x, overlaps=overlaps)
+    size = 2 * 2 * groups * length * length
+    large: dict[tuple[str, str], list[Life]] = {}
+    for life in graph.liveness.lives:
+        value, node = graph.values[life.value], graph.nodes[graph.producer[life.value][0]]
+        if prod(value.shape) == size:
+            large.setdefault((node.name, value.dtype), []).append(life)
+    (wide,) = large["convert_element_type", "float32"]
+    (gradient,) = large["transpose", "bfloat16"]
+    assert gradient.count == 2 and wide.end == gradient.start
+    # The weights are made once for both passes on several devices, and twice on one.
+    assert len(large["convert_element_type", "bfloat16"]) == (1 if overlaps else 2)

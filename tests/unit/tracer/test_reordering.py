@@ -1,0 +1,37 @@
+"""Which transposes a product makes itself, and which are left to the kernels that read it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from autopar.tracer.dataflow import Dataflow
+from autopar.tracer.reordering import Reordering, is_reordering
+from tests.unit.tracer.memory_graphs import array, graph_of
+
+
+def reorders(order: tuple[int, ...]) -> bool:
+    shape = (2, 3, 5, 7, 11)[: len(order)]
+    graph = graph_of(lambda x: jnp.sort(jnp.transpose(x, order)), array(*shape))
+    flow = Dataflow(graph.nodes, graph.values)
+    (node,) = (node for node in graph.nodes if node.name == "transpose")
+    return is_reordering(flow, node)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (0, 1, 3, 2), (0, 2, 3, 1), (0, 1, 4, 2, 3)])
+def test_a_product_swaps_its_two_groups_of_dimensions(order: tuple[int, ...]) -> None:
+    assert not reorders(order)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 4, 3, 2), (0, 3, 2, 1), (0, 2, 1, 3)])
+def test_any_other_order_is_made_by_kernels(order: tuple[int, ...]) -> None:
+    assert reorders(order)
+
+
+def test_two_products_in_one_order_are_not_copied() -> None:
+    def fn(w, x):
+        one, other = x @ w, jnp.sort(x) @ w
+        return jnp.sort(one * jnp.tanh(other))
+
+    graph = graph_of(fn, array(8, 8), array(2, 3, 8))
+    assert not Reordering(Dataflow(graph.nodes, graph.values)).copied
