@@ -414,6 +414,13 @@ def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: s
     return list(description.devices)
 
 
+def row_major(array: jax.Array) -> jax.Array:
+    """The array with its last dimension contiguous in memory, whatever XLA would choose."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
 def scan_primitive() -> Primitive:
     from jax._src.lax.control_flow.loops import scan_p
 

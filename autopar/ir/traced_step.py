@@ -101,6 +101,7 @@ class TracedStep:
     num_micro_batches: int = 1
     notes: tuple[str, ...] = ()  # warnings for the plan to show
     remat: tuple[str, ...] = ()  # layers that the backward pass recomputes
+    is_thinned: bool = False  # its scans stack less than those that were traced
     loop: int | None = None  # the equation that is the loop over micro-batches
     host: HostCut | None = None  # state in host memory, and the equations that update it
 

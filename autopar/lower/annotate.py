@@ -31,6 +31,7 @@ from autopar.lower.unreduced import (
     unreduced_zeros,
 )
 
+_GPUS = ("gpu", "cuda", "rocm")
 Moved = dict[tuple[int, Chain], Any]  # values in other layouts: by value and chain
 
 
@@ -272,11 +273,11 @@ class Writer:
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = self.run(body, body_sharding, [*consts, *carry, *x])
-            return out[:num_carry], out[num_carry:]
+            return self.in_rows(out[:num_carry]), out[num_carry:]
 
         carry, ys = jax.lax.scan(
             step,
-            init,
+            self.in_rows(init),
             xs,
             length=equation.params["length"],
             reverse=equation.params["reverse"],
@@ -288,6 +289,18 @@ class Writer:
             for y, chain in zip(ys, sharding.results[num_carry:], strict=True)
         ]
         return [*carry, *stacks]
+
+    def in_rows(self, carries: Sequence[Any]) -> list[Any]:
+        """Carries on a single GPU, row by row: XLA lays a loop's carry out as one of its products
+        likes it, and all else in the trip is slower for it. Images stay as XLA wants them."""
+        if self.platform not in _GPUS or self.mesh.size > 1:
+            return list(carries)
+        return [
+            _jax.row_major(carry)
+            if getattr(carry, "ndim", 0) in (2, 3) and not _jax.is_extended_dtype(carry.dtype)
+            else carry
+            for carry in carries
+        ]
 
     def while_loop(
         self, equation: Equation, sharding: EquationSharding, operands: list[Any]

@@ -22,13 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jax.core import ShapedArray
-
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.scan_remat import ScanRewriter, find_scan_pair
-from autopar.tracer.copy_equations import Copier, needed_equations, rename
+from autopar.tracer.copy_equations import Copier, needed_equations, rename, with_avals
 from autopar.tracer.regions import BACKWARD, FORWARD, equation_regions
 
 
@@ -94,7 +92,7 @@ class _Rematerialiser:
         live = self.without_dead(equations)
         return replace(
             self.program,
-            equations=tuple(_with_avals(equation, avals) for equation in live),
+            equations=tuple(with_avals(equation, avals) for equation in live),
             avals=avals,
         )
 
@@ -173,14 +171,3 @@ class _Rematerialiser:
             live.append(equation)
             needed.update(equation.inputs)
         return live[::-1]
-
-
-def _with_avals(equation: Equation, avals: list[ShapedArray]) -> Equation:
-    """The equation with the new program's avals in its bodies."""
-    if not equation.bodies:
-        return equation
-    bodies = tuple(
-        replace(body, equations=tuple(_with_avals(e, avals) for e in body.equations), avals=avals)
-        for body in equation.bodies
-    )
-    return replace(equation, bodies=bodies)

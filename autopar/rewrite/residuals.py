@@ -6,16 +6,18 @@ Between two programs every such value would be written, stored for each micro-ba
 read back. So values that cost next to nothing are recomputed from parameters, constants and stored
 values.
 
-The bytes stored are minimal. A value can be recomputed if every path back through cheap equations
+The bytes stored are minimal, or a cost of storing and of making values again, where the caller
+has one. A value can be recomputed if every path back through cheap equations
 meets a stored value before one that cannot be recomputed. So the stored values are a vertex cut
 between the latter and the values read, weighted by bytes, and maximum flow finds a minimum one
-(`_minimum_cut`). Of equal cuts it is the one closest to the readers, which recomputes least. The
+(`_minimum_cut`); to make a value again at a cost is an edge of that capacity from the flow's
+source to the value. Of equal cuts it is the one closest to the readers, which recomputes least. The
 cut is a quarter to a third of what JAX's derivative would hand over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +45,10 @@ def is_cheap(equation: Equation) -> bool:
     return equation.name in CHEAP and not equation.has_effect and not equation.bodies
 
 
+def _free_if_cheap(equation: Equation) -> int | None:
+    return 0 if is_cheap(equation) else None
+
+
 @dataclass(frozen=True)
 class ResidualChoice:
     """stored: values handed to the backward pass; recomputed: positions of the forward equations
@@ -57,16 +63,22 @@ def choose_residuals(
     read: Collection[int],
     available: Collection[int],
     avals: Sequence[ShapedArray],
+    *,
+    store_cost: Callable[[int], int] | None = None,
+    repeat_cost: Callable[[Equation], int | None] = _free_if_cheap,
 ) -> ResidualChoice:
     """What to store of a forward pass whose backward pass reads the values `read`.
 
-    forward:   its equations, in order; values that it reads from outside may be stored too.
-    available: values that the backward pass has in any case (parameters, constants).
+    forward:     its equations, in order; values that it reads from outside may be stored too.
+    available:   values that the backward pass has in any case (parameters, constants).
+    store_cost:  of a value, by default its bytes.
+    repeat_cost: of running an equation again, in the same unit; None if that must not be.
     """
-    maker = {e.results[0]: p for p, e in enumerate(forward) if is_cheap(e)}
+    costs = {p: repeat_cost(e) for p, e in enumerate(forward)}
+    maker = {e.results[0]: p for p, e in enumerate(forward) if costs[p] is not None}
     wanted = sorted(v for v in set(read) if v not in available)
     known = set(available)
-    # Every value on a path back from the wanted ones through cheap equations.
+    # Every value on a path back from the wanted ones through equations that may run again.
     nodes: dict[int, int] = {}
     stack = list(wanted)
     while stack:
@@ -76,9 +88,14 @@ def choose_residuals(
         nodes[value] = len(nodes)
         if value in maker:
             stack.extend(forward[maker[value]].inputs)
-    sources = [v for v in nodes if v not in maker]
     edges = [(o, v) for v in nodes if v in maker for o in forward[maker[v]].inputs if o in nodes]
-    stored = _minimum_cut(nodes, {v: aval_bytes(avals[v]) for v in nodes}, sources, edges, wanted)
+    stored = _minimum_cut(
+        nodes,
+        {v: aval_bytes(avals[v]) if store_cost is None else store_cost(v) for v in nodes},
+        {v: costs[maker[v]] if v in maker else None for v in nodes},
+        edges,
+        wanted,
+    )
     recomputed: set[int] = set()
     stack = [v for v in wanted if v not in stored]
     while stack:
@@ -91,24 +108,29 @@ def choose_residuals(
 
 def _minimum_cut(
     nodes: dict[int, int],
-    num_bytes: dict[int, int],
-    sources: Sequence[int],
+    store_cost: Mapping[int, int],
+    repeat_cost: Mapping[int, int | None],
     edges: Sequence[tuple[int, int]],
     targets: Sequence[int],
 ) -> set[int]:
-    """The values with the fewest bytes in total that every path from a source to a target passes;
-    of several such cuts, the one closest to the targets."""
-    if not sources:
+    """The values to store: every path to a target passes one of them, or begins at a value that is
+    made again at its own cost; the sum of the costs is minimal. Of several such cuts, the one
+    closest to the targets."""
+    if not any(cost is None or cost for cost in repeat_cost.values()):
         return set()
     from scipy.sparse import csr_array  # slow to import
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     # A value is an edge from its entry 2k to its exit 2k + 1; flows are 32-bit integers.
-    weights = _scaled([num_bytes[v] for v in nodes])
     start, end, unlimited = 2 * len(nodes), 2 * len(nodes) + 1, np.iinfo(np.int32).max
-    flows = [(2 * k, 2 * k + 1, weights[k]) for k in range(len(nodes))]
+    repeated = {v: cost for v in nodes if (cost := repeat_cost[v])}
+    scaled = _scaled([*(store_cost[v] for v in nodes), *repeated.values()])
+    flows = [(2 * k, 2 * k + 1, scaled[k]) for k in range(len(nodes))]
     flows += [(2 * nodes[o] + 1, 2 * nodes[v], unlimited) for o, v in set(edges)]
-    flows += [(start, 2 * nodes[v], unlimited) for v in sources]
+    flows += [(start, 2 * nodes[v], unlimited) for v in nodes if repeat_cost[v] is None]
+    flows += [
+        (start, 2 * nodes[v], cost) for v, cost in zip(repeated, scaled[len(nodes) :], strict=True)
+    ]
     flows += [(2 * nodes[v] + 1, end, unlimited) for v in targets]
     rows, columns, capacities = (np.array(x, dtype=np.int32) for x in zip(*flows, strict=True))
     shape = (end + 1, end + 1)

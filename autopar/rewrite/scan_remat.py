@@ -64,29 +64,43 @@ def scan_parts(scan: Equation, values: Sequence[T]) -> ScanParts[T]:
 
 def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> ScanPair | None:
     """The pair whose forward scan is at this index; None if nothing could be dropped."""
-    scan = program.equations[index]
-    num_carry = _jax.scan_sizes(scan.params)[1]
-    stacks = set(scan.results[num_carry:])
-    readers: dict[int, set[int]] = {}
-    for position, equation in enumerate(program.equations):
-        for operand in stacks.intersection(equation.inputs):
-            readers.setdefault(operand, set()).add(position)
-    candidates = [b for b in sorted(set().union(*readers.values())) if regions[b] == BACKWARD]
-    backward = next((b for b in candidates if _reverses(program.equations[b], scan)), None)
-    if backward is None:
+    backward = backward_scan(program, index)
+    if backward is None or regions[backward] != BACKWARD:
         return None
-    parts = scan_parts(program.equations[backward], program.equations[backward].operands)
-    others = set(values_in((*parts.consts, *parts.carry, *program.outputs)))
+    scan = program.equations[index]
     (body,) = scan.bodies
-    inputs = scan_parts(scan, body.inputs)
-    residuals = [
+    carries = scan_parts(scan, body.inputs).carry
+    residuals = residuals_of(program, index, backward)
+    return _pair(scan, index, backward, [p for p in residuals if body.outputs[p] not in carries])
+
+
+def backward_scan(program: Program, index: int) -> int | None:
+    """The first scan in the other direction that reads a stack of the scan at this index."""
+    scan = program.equations[index]
+    stacks = set(scan.results[_jax.scan_sizes(scan.params)[1] :])
+    for position, equation in enumerate(program.equations):
+        if _reverses(equation, scan):
+            parts = scan_parts(equation, equation.operands)
+            if not stacks.isdisjoint(values_in(parts.xs)):
+                return position
+    return None
+
+
+def residuals_of(program: Program, forward: int, backward: int) -> list[int]:
+    """Positions of the forward scan's stacks that nothing but trips of the backward scan reads."""
+    scan, reader = program.equations[forward], program.equations[backward]
+    parts = scan_parts(reader, reader.operands)
+    others = set(values_in((*parts.consts, *parts.carry, *program.outputs)))
+    for position, equation in enumerate(program.equations):
+        if position != backward:
+            others.update(equation.inputs)
+    slices = set(values_in(parts.xs))
+    num_carry = _jax.scan_sizes(scan.params)[1]
+    return [
         p
         for p in range(num_carry, len(scan.results))
-        if readers.get(scan.results[p]) == {backward}
-        and scan.results[p] not in others
-        and body.outputs[p] not in inputs.carry  # the carry itself stays
+        if scan.results[p] in slices and scan.results[p] not in others
     ]
-    return _pair(scan, index, backward, residuals)
 
 
 def _reverses(equation: Equation, scan: Equation) -> bool:
@@ -119,11 +133,14 @@ def _pair(scan: Equation, forward: int, backward: int, residuals: list[int]) -> 
 
 
 class ScanRewriter:
-    """Rewrites the two scans of a pair."""
+    """Rewrites the two scans of a pair. `shielded`: the copies wait for the incoming cotangent."""
 
-    def __init__(self, program: Program, pair: ScanPair, copier: Copier) -> None:
+    def __init__(
+        self, program: Program, pair: ScanPair, copier: Copier, *, shielded: bool = True
+    ) -> None:
         self.pair = pair
         self.copier = copier
+        self.is_shielded = shielded
         self.forward = program.equations[pair.forward]
         self.backward = program.equations[pair.backward]
         self.stacks: dict[int, int] = {}  # value of the forward body -> its stack outside
@@ -144,7 +161,7 @@ class ScanRewriter:
         outputs = (*(body.outputs[p] for p in kept), *self.pair.stacked)
         results = (*(scan.results[p] for p in kept), *(self.stacks[v] for v in self.pair.stacked))
         inside = replace(body, outputs=outputs, equations=live_equations(body.equations, outputs))
-        return replace(scan, results=results, bodies=(inside,), params=_params(scan))
+        return replace(scan, results=results, bodies=(inside,), params=plain_params(scan))
 
     def rewritten_backward(self, operands: Sequence[Operand]) -> Equation:
         """The backward scan with these operands; it recomputes the dropped slices."""
@@ -172,7 +189,7 @@ class ScanRewriter:
             avals=copier.avals,
             captured=(*body.captured, *captured),
         )
-        params = _params(scan) | {"num_consts": len(consts)}
+        params = plain_params(scan) | {"num_consts": len(consts)}
         new_operands = (*(o for _, o in consts), *outside.carry, *(o for _, o in stays))
         return replace(scan, operands=new_operands, params=params, bodies=(new_body,))
 
@@ -222,9 +239,10 @@ class ScanRewriter:
     def recomputed(
         self, renamed: dict[int, int], carry: Sequence[int], body: Program
     ) -> list[Equation]:
-        """Copies of the forward body's equations, behind a barrier with the incoming cotangent."""
-        if not self.pair.equations:
-            return []
+        """Copies of the forward body's equations, if shielded behind a barrier with the incoming
+        cotangent."""
+        if not self.is_shielded or not self.pair.equations:
+            return [self.copier.equation(e, renamed) for e in self.pair.equations]
         token = _token(carry, body)
         stored = [renamed[v] for v in self.stacks if v in renamed]
         behind: dict[int, int] = {}
@@ -249,7 +267,7 @@ def _token(carry: Sequence[int], body: Program) -> list[int]:
     return []
 
 
-def _params(scan: Equation) -> dict[str, Any]:
+def plain_params(scan: Equation) -> dict[str, Any]:
     """The parameters of a rewritten scan, without those that describe its old body."""
     num_consts, num_carry = _jax.scan_sizes(scan.params)
     sizes = {"num_consts": num_consts, "num_carry": num_carry}

@@ -18,6 +18,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.remat import with_remat
+from autopar.rewrite.scan_residuals import thin_scans
 from autopar.rewrite.single_microbatch import loop_single_microbatch
 from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.tracer.trace import StepOptions, trace
@@ -77,10 +78,10 @@ class StepSource:
         form = num_micro_batches, tuple((layer.name, layer.equations) for layer in layers)
         step = self._changed.pop(form, None)
         if step is None and num_micro_batches == 1:
-            step = with_remat(self.whole, layers)
+            step = thin_scans(with_remat(self.whole, layers))
         elif step is None:
             micro = self.micro_batch(num_micro_batches)
-            step = accumulate(self.whole, micro, num_micro_batches, layers)
+            step = thin_scans(accumulate(self.whole, micro, num_micro_batches, layers))
         self._changed[form] = step
         while len(self._changed) > _MOST_KEPT:
             del self._changed[next(iter(self._changed))]

@@ -77,6 +77,17 @@ def rename(operands: Iterable[Operand], renamed: Mapping[int, int]) -> tuple[Ope
     return tuple(renamed.get(o, o) if isinstance(o, int) else o for o in operands)
 
 
+def with_avals(equation: Equation, avals: list[ShapedArray]) -> Equation:
+    """The equation with the avals of a new program in its bodies."""
+    if not equation.bodies:
+        return equation
+    bodies = tuple(
+        replace(body, equations=tuple(with_avals(e, avals) for e in body.equations), avals=avals)
+        for body in equation.bodies
+    )
+    return replace(equation, bodies=bodies)
+
+
 def needed_equations(
     equations: Iterable[Equation], wanted: set[int], known: set[int]
 ) -> tuple[list[Equation], set[int]]:

@@ -1,0 +1,163 @@
+"""What a scan stacks for its backward scan: a program → one that stacks as few bytes as possible.
+
+JAX's derivative of a scan stacks every value that the backward trip reads, elementwise ones too.
+In layers that are written out, XLA computes those again where they are read; in a scan each is
+written into a stack and read from it. Here a backward trip recomputes what is cheap, from what has
+to be kept: results of products, the carry, and the slices and constants that the forward scan
+reads. What is stacked is the minimum vertex cut of `rewrite.residuals`. No barrier is needed:
+forward and backward trips are bodies of different loops, which XLA never merges.
+
+Left alone: stacks that anything else reads; values that a policy of `jax.checkpoint` saves, or that
+have a name for one; pairs of scans in which nothing would be saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar import _jax
+from autopar.ir.program import Equation, Program, values_in
+from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.residuals import choose_residuals, is_cheap
+from autopar.rewrite.scan_broadcasts import broadcasts_inside
+from autopar.rewrite.scan_remat import (
+    ScanPair,
+    ScanRewriter,
+    backward_scan,
+    residuals_of,
+    scan_parts,
+)
+from autopar.tracer.copy_equations import Copier, with_avals
+from autopar.tracer.costs import aval_bytes, equation_flops
+
+# Bytes moved for a byte that is stacked: the stack is filled with zeros, then a slice is copied
+# into it. (The slice is read in place, as any value would be.)
+_STACK_COST = 3
+_FLOPS_PER_BYTE = 200  # of products, in the time in which a GPU moves a byte
+
+
+def thin_scans(step: TracedStep) -> TracedStep:
+    """The step with scans that stack less; the step itself if there are none."""
+    program = thinned(step.program)
+    return step if program is step.program else replace(step, program=program, is_thinned=True)
+
+
+def thinned(program: Program) -> Program:
+    """The program with scans that stack less, at any depth. Values keep their numbers, new ones
+    come after them."""
+    copier = Copier(list(program.avals))
+    new = _thinned(program, copier)
+    if new is program:
+        return program
+    equations = tuple(with_avals(e, copier.avals) for e in new.equations)
+    return replace(new, equations=equations, avals=copier.avals)
+
+
+def _thinned(program: Program, copier: Copier) -> Program:
+    program, given = broadcasts_inside(program, copier), program
+    equations = [_inside(e, copier) for e in program.equations]
+    changed = program is not given or any(
+        new is not old for new, old in zip(equations, program.equations, strict=True)
+    )
+    for index, equation in enumerate(equations):
+        if equation.name != "scan":
+            continue
+        now = replace(program, equations=tuple(equations))
+        pair = _thinner_pair(now, index, copier)
+        if pair is not None:
+            rewriter = ScanRewriter(now, pair, copier, shielded=False)
+            backward = equations[pair.backward]
+            equations[pair.forward] = rewriter.rewritten_forward()
+            equations[pair.backward] = rewriter.rewritten_backward(backward.operands)
+            changed = True
+    return replace(program, equations=tuple(equations)) if changed else given
+
+
+def _inside(equation: Equation, copier: Copier) -> Equation:
+    bodies = tuple(_thinned(body, copier) for body in equation.bodies)
+    if all(new is old for new, old in zip(bodies, equation.bodies, strict=True)):
+        return equation
+    return replace(equation, bodies=bodies)
+
+
+def _thinner_pair(program: Program, index: int, copier: Copier) -> ScanPair | None:
+    """The scan at this index with its backward scan, and what they stack; None if they stay."""
+    backward = backward_scan(program, index)
+    if backward is None:
+        return None
+    scan = program.equations[index]
+    (body,) = scan.bodies
+    outputs = body.outputs
+    num_carry = _jax.scan_sizes(scan.params)[1]
+    residuals = {
+        p: o for p in residuals_of(program, index, backward) if isinstance(o := outputs[p], int)
+    }
+    stays = {outputs[p] for p in range(num_carry, len(outputs)) if p not in residuals}
+    free, waiting = _held(program, index, backward, copier)
+    chosen = choose_residuals(
+        body.equations,
+        set(residuals.values()),
+        {*free, *values_in(stays)},
+        copier.avals,
+        store_cost=lambda v: waiting.get(v, _STACK_COST * aval_bytes(copier.avals[v])),
+        repeat_cost=lambda e: _repeat_cost(e, copier),
+    )
+    stacked = [v for v in chosen.stored if v not in waiting]
+    dropped: list[int] = []
+    known: set[int] = set()
+    for position, value in residuals.items():
+        if value in stacked and value not in known:
+            known.add(value)
+        else:
+            dropped.append(position)
+    added = [v for v in stacked if v not in known]
+    saved = sum(aval_bytes(copier.avals[residuals[p]]) for p in dropped)
+    if saved <= sum(aval_bytes(copier.avals[v]) for v in added):
+        return None
+    equations = tuple(body.equations[i] for i in chosen.recomputed)
+    return ScanPair(index, backward, tuple(dropped), equations, tuple(added), scan.params["length"])
+
+
+def _repeat_cost(equation: Equation, copier: Copier) -> int | None:
+    """Bytes that could be moved in the time of an equation; None if it must not run again."""
+    if equation.name == "reduce_precision":
+        return None  # so JAX marks what a policy of `jax.checkpoint` saves
+    if is_cheap(equation) or _is_row_maximum(equation, copier):
+        return 0
+    if equation.name != "dot_general" or equation.has_effect:
+        return None
+    moved = sum(aval_bytes(copier.avals[v]) for v in (*equation.inputs, *equation.results))
+    return moved + int(equation_flops(equation, copier.avals) / _FLOPS_PER_BYTE)
+
+
+def _is_row_maximum(equation: Equation, copier: Copier) -> bool:
+    """A softmax's: XLA computes the softmax in one kernel if nothing else reads its maximum."""
+    if equation.name != "reduce_max" or len(equation.inputs) != 1:
+        return False
+    rank = len(copier.avals[equation.inputs[0]].shape)
+    return tuple(equation.params["axes"]) == (rank - 1,)
+
+
+def _held(
+    program: Program, index: int, backward: int, copier: Copier
+) -> tuple[set[int], dict[int, int]]:
+    """Inputs of the forward body other than the carry: those whose operands are in memory until
+    the backward scan in any case, and for the others the bytes per trip that would stay there."""
+    scan = program.equations[index]
+    (body,) = scan.bodies
+    inside, outside = scan_parts(scan, body.inputs), scan_parts(scan, scan.operands)
+    later = {*program.inputs, *(v for v, _ in program.captured), *program.output_values}
+    for equation in program.equations[backward:]:
+        later.update(equation.inputs)
+    free = {value for value, _ in body.captured}
+    waiting: dict[int, int] = {}
+    for values, operands, trips in (
+        (inside.xs, outside.xs, 1),
+        (inside.consts, outside.consts, scan.params["length"]),
+    ):
+        for value, operand in zip(values, operands, strict=True):
+            if not isinstance(operand, int) or operand in later:
+                free.add(value)
+            else:
+                waiting[value] = aval_bytes(copier.avals[value]) // trips
+    return free, waiting
