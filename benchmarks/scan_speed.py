@@ -1,12 +1,18 @@
 """A scan over layers against the same layers written out: seconds of a step on one device.
 
-    python -m benchmarks.scan_speed [--json FILE] [--only MODEL …] [--tiny]
+    python -m benchmarks.scan_speed [--json FILE] [--only MODEL …] [--tiny | --compiled]
 
 Every model runs in four forms: scanned and written out, by `jax.jit` and by autopar's default
 method. They take turns: each round dispatches some steps of one form after the other without
 waiting, and a form's time is the median over rounds. `scan_ratio` is a scanned step over the
 written-out one by the same side; `jit_ratio` is autopar's step over that of `jax.jit`. With
 `--tiny`, a dry run on any device.
+
+With `--compiled` nothing runs: the programs are compiled for one absent H100, and
+`autopar.measure.judge` reads their seconds. A third side, `kept scan`, is autopar's without writing
+the scan out, as in deep models. It needs `jax[cuda13]` and
+
+    JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_enable_triton_gemm=false
 """
 
 from __future__ import annotations
@@ -18,8 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
+from autopar.measure.judge import judge
+from autopar.sharding import plan_whole
 from benchmarks.script import check_names, command_line, script_parser, write_json
 from examples.models import build
 
@@ -34,6 +44,7 @@ TINY: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt-12x1024": ("gpt-tiny", {"num_layers": 4}, 4),
     "llama-16x2048": ("llama-tiny", {"num_layers": 4}, 4),
 }
+H100 = "h100-sxm"
 NUM_ROUNDS = 5
 LEAST_ROUND_S = 0.4
 
@@ -95,21 +106,71 @@ def measured(name: str, case: tuple[str, dict[str, Any], int]) -> list[dict[str,
     ]
 
 
+def judged(name: str, case: tuple[str, dict[str, Any], int]) -> list[dict[str, Any]]:
+    """The forms of a model compiled for an absent H100."""
+    from benchmarks.gpu_hlo import peak_bytes  # keeps JAX from looking for GPUs
+
+    model, overrides, batch = case
+    rows: list[dict[str, Any]] = []
+    for scan in (False, True):
+        example = build(model, batch_size=batch, scan_layers=scan, **overrides)
+        for side in ("jit", "autopar", "kept scan") if scan else ("jit", "autopar"):
+            compiled, plan = _compiled(example, side)
+            row = {
+                "model": name,
+                "layers": "scanned" if scan else "written out",
+                "side": side,
+                "step_ms": round(1e3 * judge(compiled.as_text(), H100).step_s, 2),
+                "peak_gib": round(peak_bytes(compiled) / 2**30, 2),
+            }
+            if plan is not None:
+                row["predicted_ms"] = round(1e3 * plan.estimated_step_s, 2)
+                row["predicted_peak_gib"] = round(plan.estimated_peak_bytes / 2**30, 2)
+            rows.append(row)
+    return rows
+
+
+def _compiled(example: Any, side: str) -> tuple[Any, autopar.ParallelPlan | None]:
+    from benchmarks.gpu_hlo import h100_devices
+
+    devices = h100_devices(1)
+    state, batch = example.abstract_state(), example.abstract_batch()
+    if side == "jit":
+        alone = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
+        step = jax.jit(
+            example.train_step, donate_argnums=0, in_shardings=alone, out_shardings=alone
+        )
+        return step.lower(state, batch).compile(), None
+    worth = plan_whole._WORTH_UNROLLING
+    if side == "kept scan":
+        plan_whole._WORTH_UNROLLING = 0.0
+    try:
+        cluster = autopar.ClusterSpec(1, 1, H100)
+        plan = autopar.plan(example.train_step, state, batch, cluster=cluster)
+    finally:
+        plan_whole._WORTH_UNROLLING = worth
+    compiled = autopar.compile(example.train_step, state, batch, plan=plan, devices=devices)
+    return compiled["step"], plan
+
+
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--tiny", action="store_true", help="small models: a dry run")
+    parser.add_argument("--compiled", action="store_true", help="for an absent H100, by the judge")
     options = parser.parse_args()
     check_names(parser, "--only", options.only, MODELS)
-    autopar.init(devices=jax.devices()[:1])
+    if not options.compiled:
+        autopar.init(devices=jax.devices()[:1])
     document: dict[str, Any] = {
         "command": command_line("benchmarks.scan_speed", FILE=options.json),
         "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        "device": f"{H100}, not run" if options.compiled else jax.devices()[0].device_kind,
         "rows": [],
     }
     for name in options.only:
-        for row in measured(name, (TINY if options.tiny else MODELS)[name]):
+        rows = judged if options.compiled else measured
+        for row in rows(name, (TINY if options.tiny else MODELS)[name]):
             document["rows"].append(row)
             print(json.dumps(row), flush=True)
         write_json(options.json, document)

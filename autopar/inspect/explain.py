@@ -152,6 +152,8 @@ def _head(plan: ParallelPlan) -> list[str]:
         lines.append("  each stage computes its own outputs; there are no transfers")
     elif plan.num_micro_batches > 1:
         lines.append(f"  schedule  {plan.num_micro_batches} micro-batches, one after another")
+    if plan.unrolled:
+        lines += paragraph("scans over layers are written out")
     if plan.remat:
         lines += paragraph(f"recomputed in the backward pass: {layer_names(plan.remat)}")
     for line in pin_lines(plan):

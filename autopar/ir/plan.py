@@ -169,6 +169,7 @@ class ParallelPlan:
     stages:               of a pipeline, each with its layers, submesh and own plan; else one.
     num_micro_batches:    parts of the batch.
     remat:                layers that the backward pass recomputes.
+    unrolled:             whether scans over layers are written out on one mesh.
     layers, layering, schedule, times: of a pipeline: its layers, how they were found, the schedule,
                           and predicted times of its stage programs and transfers.
     estimated_step_s:     predicted seconds of a step.
@@ -225,6 +226,7 @@ class ParallelPlan:
     memory_found: MemoryFound | None = field(
         default=None, compare=False, metadata={"omit_none": True}
     )
+    unrolled: bool | None = field(default=None, metadata={"omit_none": True})
     host: HostMemory | None = field(default=None, metadata={"omit_none": True})
     xla_options: StoredOptions | None = field(default=None, metadata={"omit_none": True})
     judged: JudgedStep | None = field(default=None, compare=False, metadata={"omit_none": True})

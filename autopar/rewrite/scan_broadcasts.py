@@ -8,7 +8,7 @@ the body, if everything that reads it there can take it in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autopar import _jax
@@ -19,14 +19,14 @@ from autopar.tracer.copy_equations import Copier, rename
 from autopar.tracer.costs import aval_bytes
 
 
-def broadcasts_inside(program: Program, copier: Copier) -> Program:
-    """The program with its scans reading small values where they read broadcasts of these; its
-    bodies as they are."""
+def broadcasts_inside(program: Program, copier: Copier, scans: Collection[int]) -> Program:
+    """The program with the scans at these indices reading small values where they read broadcasts
+    of these; other bodies as they are."""
     makers = {e.results[0]: e for e in program.equations if is_cheap(e) and _enlarges(e, copier)}
     moved: set[int] = set()
     equations = list(program.equations)
     for index, equation in enumerate(equations):
-        if equation.name == "scan" and not makers.keys().isdisjoint(equation.inputs):
+        if index in scans and not makers.keys().isdisjoint(equation.inputs):
             equations[index] = _moved_inside(equation, makers, copier, moved)
     if not moved:
         return program

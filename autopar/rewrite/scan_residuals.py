@@ -38,8 +38,13 @@ _FLOPS_PER_BYTE = 200  # of products, in the time in which a GPU moves a byte
 
 def thin_scans(step: TracedStep) -> TracedStep:
     """The step with scans that stack less; the step itself if there are none."""
-    program = thinned(step.program)
-    return step if program is step.program else replace(step, program=program, is_thinned=True)
+    program, loop = thinned(step.program), step.loop
+    if program is step.program:
+        return step
+    if loop is not None:
+        results = step.program.equations[loop].results
+        loop = next(i for i, e in enumerate(program.equations) if e.results == results)
+    return replace(step, program=program, loop=loop, is_thinned=True)
 
 
 def thinned(program: Program) -> Program:
@@ -54,7 +59,7 @@ def thinned(program: Program) -> Program:
 
 
 def _thinned(program: Program, copier: Copier) -> Program:
-    program, given = broadcasts_inside(program, copier), program
+    program, given = broadcasts_inside(program, copier, _paired(program)), program
     equations = [_inside(e, copier) for e in program.equations]
     changed = program is not given or any(
         new is not old for new, old in zip(equations, program.equations, strict=True)
@@ -71,6 +76,16 @@ def _thinned(program: Program, copier: Copier) -> Program:
             equations[pair.backward] = rewriter.rewritten_backward(backward.operands)
             changed = True
     return replace(program, equations=tuple(equations)) if changed else given
+
+
+def _paired(program: Program) -> set[int]:
+    """Indices of the scans that are a pair, forward and backward."""
+    pairs: set[int] = set()
+    for index, equation in enumerate(program.equations):
+        backward = backward_scan(program, index) if equation.name == "scan" else None
+        if backward is not None and residuals_of(program, index, backward):
+            pairs |= {index, backward}
+    return pairs
 
 
 def _inside(equation: Equation, copier: Copier) -> Equation:

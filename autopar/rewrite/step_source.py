@@ -2,7 +2,9 @@
 
     whole                        as the user called it
     as_loop(n)                   as a loop over n micro-batches, scans over layers written out
-    with_recomputation(layers)   with these layers computed again in the backward pass
+    with_recomputation(layers)   with these layers computed again in the backward pass, and scans
+                                 that stack less
+    unrolled()                   as the user called it, scans over layers written out
 
 A micro-batch is traced, not sliced out of the whole batch's trace, so each number of micro-batches
 costs one more trace, once. Searches ask for the same forms again, so the last few are kept.
@@ -11,7 +13,7 @@ costs one more trace, once. Searches ask for the same forms again, so the last f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.ir.traced_step import TracedStep
@@ -26,6 +28,7 @@ from autopar.tracer.trace import StepOptions, trace
 # A number of micro-batches, and the layers to recompute: their names and equations.
 _Form = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
 _MOST_KEPT = 4  # steps of any form
+_MOST_UNROLLED = 6000  # equations of a step whose layers are written out: 20 blocks or so
 
 
 @dataclass
@@ -86,6 +89,14 @@ class StepSource:
         while len(self._changed) > _MOST_KEPT:
             del self._changed[next(iter(self._changed))]
         return step
+
+    def unrolled(self) -> TracedStep | None:
+        """With its scans over layers written out; None if it has none, or the program would be
+        long to compile."""
+        step = unroll_scans(self.whole)
+        if step is self.whole or step.program.num_equations() > _MOST_UNROLLED:
+            return None
+        return replace(thin_scans(step), is_unrolled=True)
 
 
 def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:

@@ -85,6 +85,7 @@ def mesh_plan(
         num_micro_batches=step.num_micro_batches,
         memory_budget_bytes=inf if budget is None else budget,
         remat=step.remat,
+        unrolled=step.is_unrolled or None,
         estimated_step_s=decision.solver.objective + _dispatch_s(mesh),
         estimated_peak_bytes=decision.memory.peak_bytes,
         communication_bytes=report.communication_bytes,

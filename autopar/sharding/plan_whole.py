@@ -22,7 +22,7 @@ from autopar.rewrite.host_cut import hostable_inputs, hostable_parameters, with_
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.constraints import candidate_meshes
-from autopar.sharding.memory_budget import memory_budget, state_floor
+from autopar.sharding.memory_budget import RESERVE_SHARE, memory_budget, state_floor
 from autopar.sharding.plan_mesh import ShardingTask, bind_mesh_plan, peak_floor, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.remat_choice import choose_remat
@@ -32,6 +32,8 @@ from autopar.sharding.tried import (
     RECOMPUTATION,
     having_tried_one_mesh,
 )
+
+_WORTH_UNROLLING = 0.95  # of the step with its scans, by which unrolled layers are worth compiling
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,17 @@ class WholeStep:
     ) -> PlannedStep:
         """The plan with these layers recomputed (see `RematProblem`)."""
         step = self._recomputing(layers)
+        planned = self._planned(step, mesh_shape, in_full=in_full, every_order=every_order)
+        return self.log.note(self._unrolled(planned) or planned)
+
+    def _planned(
+        self,
+        step: TracedStep,
+        mesh_shape: tuple[int, ...] | None,
+        *,
+        in_full: bool,
+        every_order: bool,
+    ) -> PlannedStep:
         mesh = self.mesh
         if mesh is None and mesh_shape is not None:
             meshes = candidate_meshes(self.cluster, self.method)
@@ -91,7 +104,26 @@ class WholeStep:
             every_order=in_full or every_order or not step.remat,
             cutoff=self.cutoff,
         )
-        return self.log.note(plan_mesh(task, self.log))
+        return plan_mesh(task, self.log)
+
+    def _unrolled(self, planned: PlannedStep) -> PlannedStep | None:
+        """On one device, the plan with scans over layers written out, if that fits and is clearly
+        faster. A scan that stacks what the user's `jax.checkpoint` saves stays."""
+        step, spec = planned.traced, self.cluster.spec
+        is_whole = step.num_micro_batches == 1 and not step.remat and not self.host
+        if planned.plan.num_devices > 1 or not step.is_thinned or not is_whole:
+            return None
+        with self.log.timed("remat"):
+            unrolled = self.source.unrolled()
+        if unrolled is None or not planned.plan.is_timed:
+            return None
+        try:
+            other = self._planned(unrolled, None, in_full=False, every_order=False)
+        except MemoryBudgetError:
+            return None
+        fits = other.plan.estimated_peak_bytes <= spec.memory_bytes * (1 - RESERVE_SHARE)
+        is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * planned.plan.estimated_step_s
+        return other if fits and is_faster else None
 
     def peak_floor(self, budget: float = 0.0) -> float:
         """A lower bound on the peak of every plan, whichever layers it recomputes; or a bound on
@@ -200,7 +232,10 @@ def bind_whole(
     the plan recomputes, it is not the plan's, and binding says so."""
     with log.timed("trace"):
         layers = find_layers(source.whole.program, batch=source.whole.batch) if plan.remat else ()
-        step = source.with_recomputation(layers_by_name(layers, plan.remat), plan.num_micro_batches)
+        unrolled = source.unrolled() if plan.unrolled else None
+        step = unrolled or source.with_recomputation(
+            layers_by_name(layers, plan.remat), plan.num_micro_batches
+        )
         if plan.host is not None and plan.host.num_groups:
             inputs = plan.host.inputs
             if not set(inputs) <= {*hostable_inputs(step), *hostable_parameters(step)}:

@@ -166,7 +166,9 @@ class _Builder:
         )
         nodes = tuple(
             node.having(
-                touched_bytes=touched_bytes(node, self.values, liveness.in_memory),
+                touched_bytes=traffic.num_bytes
+                if traffic is not None and node.name == "scan_stack"
+                else touched_bytes(node, self.values, liveness.in_memory),
                 batch_factor=factor,
                 traffic=traffic,
             )

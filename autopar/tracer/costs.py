@@ -42,10 +42,10 @@ INSTRUCTIONS = {
 }  # fmt: skip
 # The kernels of fused attention, with the number of products in each.
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-_READS_PART = ("gather", "dynamic_slice")  # as much of their first operand as they return
+_READS_PART = ("gather", "dynamic_slice", "slice")  # as much of their first operand as they return
 _WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this operand holds, in place
-# A trip of a scan reads its slice in place, and writes its results into the stack: the ops that
-# make and read them pay, as in an unrolled loop.
+# A trip of a scan reads its slice in place: the ops that read it pay, as in an unrolled loop. What
+# it takes to write a slice into a stack is in `tracer.kernels`.
 _STACKS = ("scan_slice", "scan_stack")
 
 

@@ -8,6 +8,8 @@ values, a residual beside an activation's result, the updates of a parameter and
 elementwise kernel, or a sum over rows, also merges with the kernel that makes its operand; a value
 that only the merged kernel reads is then not written at all.
 
+What a scan stacks is written twice: as zeros, and by the copy of each trip's slice.
+
 A read is charged to the first op of the kernel that does it, a write to the op that makes the
 value, so that op's sharding divides it. Updated state is written although it takes no new memory.
 Products, convolutions and attention kernels have no traffic here: their times include it.
@@ -26,7 +28,7 @@ from math import prod
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
 from autopar.tracer.costs import UNFUSED, VIEWS
 
-_FREE = ("scan_slice", "scan_stack", "iota", "random_seed")
+_FREE = ("scan_slice", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
 _GATHERS = ("gather", "dynamic_slice")
 _MAX_MEMBERS = 256  # ops of a kernel, in the search for its sources
@@ -279,6 +281,9 @@ class _Kernels:
 
     def charge(self, kernel: _Kernel) -> None:
         first = self.nodes[kernel.first]
+        if first.name == "scan_stack":
+            self.charge_stack(kernel.first)
+            return
         if first.work is not None or first.name in _FREE:
             return
         stream = self.stream_of(kernel)
@@ -299,6 +304,20 @@ class _Kernels:
                     moved += self.add(part, len(node.operands) + position, size, stream)
         self.part(kernel.first).num_kernels += 1.0
         self.charge_arithmetic(kernel, made, moved)
+
+    def charge_stack(self, index: int) -> None:
+        """A stack is filled with zeros; then each trip copies its slice into it, unless an
+        elementwise kernel makes the slice for the stack alone and writes it there."""
+        (slice_,) = self.nodes[index].operands
+        size, part = float(self.values[slice_].num_bytes), self.part(index)
+        value = self.source[slice_]
+        is_made_there = self.is_elementwise(value) and len(self.users.get(value, ())) == 1
+        if is_made_there and self.nodes[self.producer[value]].kind is NodeKind.OP:
+            self.add(part, 1, size, "copy")
+            return
+        self.add(part, 0, size, "copy")
+        self.add(part, 1, 2 * size, "copy")
+        part.num_kernels += 1.0
 
     def charge_arithmetic(self, kernel: _Kernel, made: set[int], moved: float) -> None:
         lane_ops = self.lane_ops(kernel, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -125,7 +125,7 @@ def mixed_precision(p: Any, x: Any) -> Any:
 
 def cache(p: Any, x: Any) -> Any:
     """Every layer reads and returns a cache of its own."""
-    old = jnp.ones((NUM_LAYERS, ROWS, TIME, WIDTH))
+    old = jnp.ones((NUM_LAYERS, *x.shape))
 
     def layer(x: Any, slices: Any) -> Any:
         w, kept = slices
@@ -235,14 +235,20 @@ def test_in_a_loop_over_micro_batches(name: str) -> None:
     check(step, function_of(thin))
 
 
+@pytest.fixture
+def one_session() -> Iterator[None]:
+    yield
+    autopar.shutdown()
+
+
+@pytest.mark.usefixtures("one_session")
 @pytest.mark.representatives("plain-1", "plain-4")
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_planned(name: str, num_devices: int) -> None:
-    devices = jax.devices()[:num_devices]
+    autopar.init(devices=jax.devices()[:num_devices])
     step = train_step(MODELS[name])
-    run = autopar.parallelize(step, method=autopar.ShardParallel(), devices=devices)
-    check(step, run, tolerance(name))
+    check(step, autopar.parallelize(step, method=autopar.ShardParallel()), tolerance(name))
 
 
 KEPT = {"checkpointed", "policy", "named"}
@@ -260,3 +266,18 @@ def test_stacks_shrink(name: str) -> None:
     traced = trace_step(train_step(MODELS[name]), (PARAMS, X))
     before, after = (stacked_bytes(s.program) for s in (traced, thin_scans(traced)))
     assert after < 0.8 * before
+
+
+@pytest.mark.representatives("plain")
+@pytest.mark.parametrize("name", ["plain", "dropout", "cache", "twice"])
+def test_xla_takes_less_memory(name: str) -> None:
+    step = train_step(MODELS[name])
+    rows = np.tile(X, (64, 1, 1))
+    thin = function_of(thin_scans(trace_step(step, (PARAMS, rows))))
+
+    def temporary_bytes(run: Callable[..., Any]) -> int:
+        stats = jax.jit(run).lower(PARAMS, rows).compile().memory_analysis()
+        assert stats is not None
+        return stats.temp_size_in_bytes
+
+    assert temporary_bytes(thin) < temporary_bytes(step)

@@ -1,0 +1,69 @@
+"""On one device, scans over layers are written out where that fits and pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from examples.models import build
+
+ONE_H100 = autopar.ClusterSpec(1, 1, "h100-sxm")
+SIZES = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "seq_len": 512, "vocab_size": 1024}
+
+
+def plan_of(method: Any = None, **changes: Any) -> autopar.ParallelPlan:
+    model = build("gpt-2.6b", batch_size=8, **SIZES | {"scan_layers": True} | changes)
+    state, batch = model.abstract_state(), model.abstract_batch()
+    return autopar.plan(model.train_step, state, batch, cluster=ONE_H100, method=method)
+
+
+def test_a_short_scan_is_written_out() -> None:
+    plan, loop = plan_of(), plan_of(scan_layers=False)
+    assert plan.unrolled
+    assert "scans over layers are written out" in plan.explain()
+    assert plan.estimated_step_s == pytest.approx(loop.estimated_step_s, rel=0.1)
+    assert not loop.unrolled
+
+
+def test_a_scan_that_would_not_fit_written_out_stays() -> None:
+    unrolled = plan_of()
+    budget = int(0.9 * unrolled.estimated_peak_bytes)
+    options = autopar.ShardingOptions(memory_budget_bytes=budget)
+    plan = plan_of(autopar.AutoParallel(options=options))
+    assert not plan.unrolled
+    assert not plan.remat, "the scan that stacks less fits as it is"
+    assert plan.estimated_peak_bytes <= budget
+
+
+def test_a_scan_that_the_user_recomputes_stays() -> None:
+    assert not plan_of(remat=True).unrolled
+
+
+def test_a_long_scan_stays() -> None:
+    assert not plan_of(num_layers=64).unrolled
+
+
+@pytest.fixture
+def one_session() -> Iterator[None]:
+    yield
+    autopar.shutdown()
+
+
+@pytest.mark.usefixtures("one_session")
+def test_a_saved_plan_writes_the_scan_out_again(tmp_path: Path) -> None:
+    model = build("gpt-tiny-scan", num_layers=2)
+    state, batch = model.create_state(), model.make_batch()
+    plan = autopar.plan(model.train_step, state, batch, cluster=ONE_H100)
+    assert plan.unrolled
+    plan.save(tmp_path / "plan.json")
+    autopar.init(devices=jax.devices()[:1])
+    loaded = autopar.ParallelPlan.load(tmp_path / "plan.json")
+    _, loss = autopar.parallelize(model.train_step, method=loaded)(state, batch)
+    _, expected = jax.jit(model.train_step)(model.create_state(), batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
