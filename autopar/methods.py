@@ -235,6 +235,7 @@ class DataParallel:
 
     @property
     def options(self) -> ShardingOptions:
+        """What the solver is told: whether layers are recomputed."""
         return ShardingOptions(remat=self.remat)
 
 
