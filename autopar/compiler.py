@@ -107,12 +107,12 @@ def plan_step(
     log = log or PlanningLog()
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
-        with Progress(f"planning {name}"), logged(f"planning {name}"):
-            with paused_garbage_collector():
-                with log.timed("trace"):
-                    source = StepSource.of(fn, args, kwargs, options or StepOptions())
-                task = _Task(source, cluster, method, mesh, one_mesh, log, started_s)
-                kept = None if folder is None else _look_up(task, folder)
+        planning = f"planning {name}"
+        with Progress(planning), logged(planning), paused_garbage_collector():
+            with log.timed("trace"):
+                source = StepSource.of(fn, args, kwargs, options or StepOptions())
+            task = _Task(source, cluster, method, mesh, one_mesh, log, started_s)
+            kept = None if folder is None else _look_up(task, folder)
             planned = _plan(task) if kept is None else kept.planned or _plan_and_keep(task, kept)
             if kept is not None:
                 planned = replace(planned, cache_key=kept.key)

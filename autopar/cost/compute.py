@@ -8,6 +8,10 @@ device.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
+
 from autopar.ir.mesh import DeviceSpec, LogicalMesh
 
 _WIDE = ("float32", "float64", "int32", "uint32", "int64", "uint64", "complex64")
@@ -17,13 +21,22 @@ TIE_BREAK = 1e-7
 TIE_BREAK_SHARE = 1e-5
 
 
+_Bytes = TypeVar("_Bytes", float, np.ndarray)
+
+
+def rates(device: DeviceSpec, dtype: str) -> tuple[float, float]:
+    """Flops and bytes that a device gets done in a second."""
+    peak = device.flops_32bit if dtype in _WIDE else device.flops_16bit
+    return peak * device.efficiency, device.memory_bandwidth
+
+
 def compute_s(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) -> float:
     """Seconds for one device's share of an op."""
-    peak = device.flops_32bit if dtype in _WIDE else device.flops_16bit
-    return max(flops / (peak * device.efficiency), num_bytes / device.memory_bandwidth)
+    flops_per_s, bytes_per_s = rates(device, dtype)
+    return max(flops / flops_per_s, num_bytes / bytes_per_s)
 
 
-def tie_break_s(mesh: LogicalMesh, num_bytes: float) -> float:
+def tie_break_s(mesh: LogicalMesh, num_bytes: _Bytes) -> _Bytes:
     if mesh.device is not None:
         return TIE_BREAK_SHARE * num_bytes / mesh.device.memory_bandwidth
     return TIE_BREAK * max(*mesh.beta, 1e-30, 0.0) * num_bytes

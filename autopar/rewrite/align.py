@@ -9,6 +9,7 @@ micro-batches add up to the mean of the batch.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,23 +79,27 @@ def _same_operands(first: tuple[Operand, ...], second: tuple[Operand, ...]) -> b
 
 
 def _aligned(whole: Equation, part: Equation, name: str) -> Equation:
+    floats = {key: whole.params[key] for key, v in part.params.items() if isinstance(v, float)}
+    if not floats and not part.bodies and not any(map(_is_float_constant, part.operands)):
+        return part
     operands = tuple(
-        _float_constant(p, w) if isinstance(p, Constant) and isinstance(w, Constant) else p
+        w if _is_float_constant(p) else p
         for w, p in zip(whole.operands, part.operands, strict=True)
     )
-    params = {
-        key: whole.params[key] if isinstance(value, float) else value
-        for key, value in part.params.items()
-    }
     bodies = tuple(align(w, p, name) for w, p in zip(whole.bodies, part.bodies, strict=True))
-    return replace(part, operands=operands, params=params, bodies=bodies)
+    return part.of_values(operands, bodies=bodies, params={**part.params, **floats})
 
 
-def _float_constant(part: Constant, whole: Constant) -> Constant:
-    return part if _float_of(part.value, whole.value) is part.value else whole
+def _is_float_constant(operand: Operand) -> bool:
+    return isinstance(operand, Constant) and _is_float(operand.aval.dtype)
+
+
+@lru_cache(maxsize=256)
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _float_of(part: Any, whole: Any) -> Any:
     """The whole batch's constant if it is floating point and has the same shape."""
-    is_float = jnp.issubdtype(jnp.result_type(part), jnp.inexact)
+    is_float = _is_float(jnp.result_type(part))
     return whole if is_float and np.shape(part) == np.shape(whole) else part

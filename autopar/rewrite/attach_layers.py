@@ -187,13 +187,16 @@ class _Attacher:
         readers = self.body.readers()
         for index in range(len(self.body.equations) - 1, -1, -1):
             equation = self.body.equations[index]
-            layer, reads = self.layer_of[index], set(equation.inputs)
+            layer = self.layer_of[index]
             is_cheap = not equation.bodies and equation.name not in UNFUSED
             if not self.is_backward[index] or equation.has_effect or not is_cheap:
                 continue
-            if len(reads) != 1 or not reads.isdisjoint(layers_of):
+            reads = set(equation.inputs)
+            if len(reads) != 1:
                 continue
             (cotangent,) = reads
+            if cotangent in layers_of:
+                continue
             after = [self.layer_of[r] for v in equation.results for r in readers.get(v, ())]
             if cotangent not in self.maker or not after or max(after) >= layer:
                 continue

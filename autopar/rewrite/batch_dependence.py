@@ -15,7 +15,7 @@ Shapes that differ between the two traces are ROWS; the rest follows from an equ
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import jax.numpy as jnp
@@ -86,15 +86,18 @@ class RowShapes:
 
     full: Sequence[ShapedArray]
     micro: Sequence[ShapedArray]
+    _dims: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False)
 
     def dims(self, value: int) -> tuple[int, ...]:
-        whole, part = _shape(self.full[value]), _shape(self.micro[value])
-        return tuple(d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b)
+        dims = self._dims.get(value)
+        if dims is None:
+            whole, part = _shape(self.full[value]), _shape(self.micro[value])
+            differ = enumerate(zip(whole, part, strict=True))
+            dims = self._dims[value] = tuple(d for d, (a, b) in differ if a != b)
+        return dims
 
     def has_rows(self, operand: Operand) -> bool:
-        if isinstance(operand, Constant):
-            return False
-        return _shape(self.full[operand]) != _shape(self.micro[operand])
+        return isinstance(operand, int) and bool(self.dims(operand))
 
 
 def _shape(aval: ShapedArray) -> tuple[int, ...]:
@@ -103,6 +106,8 @@ def _shape(aval: ShapedArray) -> tuple[int, ...]:
 
 def constant_dependence(constant: Constant) -> BatchDependence:
     value = constant.value
+    if type(value) in (bool, int, float):
+        return SAME if value else ZERO
     if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.all(value == 0):
         return ZERO
     return SAME

@@ -159,9 +159,7 @@ class Scope:
     def bind(self, equation: Equation, operands: Sequence[Operand], **changed: Any) -> list[int]:
         writer, micro = self.writer, self.micro_batches.shapes.micro
         results = [writer.new_value(micro[r]) for r in equation.results]
-        writer.equations.append(
-            replace(equation, operands=tuple(operands), results=tuple(results), **changed)
-        )
+        writer.equations.append(equation.of_values(tuple(operands), tuple(results), **changed))
         return results
 
     def note_mixed_rows(self, equation: Equation) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from autopar.errors import TraceError
@@ -49,7 +50,7 @@ class Pair:
     def results(self) -> tuple[int, ...]:
         return self.part.results
 
-    @property
+    @cached_property
     def reads(self) -> list[int]:
         return self.part.inputs
 

@@ -65,7 +65,7 @@ class ProgramWriter:
         bodies = tuple(self.copy_program(body, source) for body in equation.bodies)
         results = tuple(self.new_value(source[r]) for r in equation.results)
         env.update(zip(equation.results, results, strict=True))
-        self.equations.append(replace(equation, operands=operands, results=results, bodies=bodies))
+        self.equations.append(equation.of_values(operands, results, bodies))
 
     def copy_program(self, program: Program, source: Sequence[ShapedArray]) -> Program:
         inside, env = self.inner(), Env()

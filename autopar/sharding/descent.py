@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -78,10 +79,9 @@ class Moved:
         self._before = {u: [v for v in self.tables[u] if place[v] < place[u]] for u in order}
         self._after = {u: [v for v in self.tables[u] if place[v] > place[u]] for u in order}
         self._is_first = True
-        largest_size = max(
-            (m.size for row in self.tables.values() for m in row.values()), default=0
-        )
-        self._room = np.empty(largest_size)
+        shapes = {m.shape for row in self.tables.values() for m in row.values()}
+        room = np.empty(max((prod(shape) for shape in shapes), default=0))
+        self._room = {shape: room[: prod(shape)].reshape(shape) for shape in shapes}
 
     def problem(self, original: PairwiseProblem) -> PairwiseProblem:
         """The original with moved costs: the cost of every choice is unchanged."""
@@ -127,7 +127,7 @@ class Moved:
     def _smallest(self, v: int, u: int) -> np.ndarray:
         """For every strategy of u, the smallest entry of its edge to v."""
         table = self.tables[v][u]
-        room = self._room[: table.size].reshape(table.shape)
+        room = self._room[table.shape]
         np.add(table, self.moved_by[v][u][:, None], out=room)
         return np.minimum.reduce(room, axis=0) + self.moved_by[u][v]
 

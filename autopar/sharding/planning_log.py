@@ -45,6 +45,7 @@ class PlanningLog:
     deadline:        the seconds that the plan may take, from the log's creation on.
     best:            the best plan so far, for the terminal.
     work_s:          no plan of the whole step takes less (`ShardingProblem.work_s`); 0 if unknown.
+    ideal_s:         the same by tables of layers, about; 0 if unknown.
     prices:          submesh -> the price per byte at which a stage fitted there last.
     graphs:          of the steps that were looked at last.
     memory:          what the step takes in micro-batches, by their number; None if unknown.
@@ -61,6 +62,7 @@ class PlanningLog:
     deadline: Deadline = field(default_factory=Deadline)
     best: Best | None = None
     work_s: float = 0.0
+    ideal_s: float = 0.0
     prices: dict[Submesh, float] = field(default_factory=dict)
     graphs: KnownGraphs = field(default_factory=KnownGraphs)
     memory: MemoryByRows | None = None

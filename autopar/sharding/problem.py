@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.cost.compute import compute_s, tie_break_s
+from autopar.cost.compute import rates, tie_break_s
 from autopar.cost.halo import halo_s
 from autopar.cost.layer_costs import STATE_EDGE
 from autopar.cost.measured_ops import measured_op_s
@@ -125,24 +125,27 @@ def problem_on_mesh(
     graph = folded.graph
     strategies: dict[int, list[Strategy]] = {}
     costs: dict[int, np.ndarray] = {}
-    cache: dict[tuple, list[Strategy]] = {}
+    cache: dict[tuple, tuple[list[Strategy], np.ndarray]] = {}
     for owner, indices in folded.members.items():
         node = graph.nodes[indices[0]]
-        pinned: set[tuple[int, frozenset[Layout]]] = set()
+        pinned: frozenset[tuple[int, frozenset[Layout]]] = frozenset()
         if allowed:
-            pinned = {
+            pinned = frozenset(
                 (r, allowed[v])
                 for i in indices
                 for r, v in enumerate(graph.nodes[i].results)
                 if v in allowed
-            }
-        key = (node.kind, node.name, node.rule, node.batch_factor, node.region, frozenset(pinned))
-        if key not in cache:
-            cache[key] = _allowed(graph, node, mesh, pinned, keep)
-        strategies[owner] = cache[key]
+            )
+        # Equal rules are mostly one object, whose hash is its address.
+        key = (node.kind, node.name, id(node.rule), node.batch_factor, node.region, pinned)
+        known = cache.get(key)
+        if known is None:
+            chosen = _allowed(graph, node, mesh, pinned, keep)
+            known = cache[key] = chosen, _shards(chosen, mesh.shape)
+        strategies[owner], shards = known
         costs[owner] = np.sum(
             [
-                count * node_costs(graph, example, mesh, strategies[owner])
+                count * node_costs(graph, example, mesh, strategies[owner], shards)
                 for example, count in folded.prices[owner]
             ],
             axis=0,
@@ -163,7 +166,7 @@ def _allowed(
     graph: Graph,
     node: Node,
     mesh: LogicalMesh,
-    pinned: set[tuple[int, frozenset[Layout]]],
+    pinned: frozenset[tuple[int, frozenset[Layout]]],
     keep: StrategyFilter | None,
 ) -> list[Strategy]:
     strategies = enumerate_strategies(node.rule, mesh.shape)
@@ -200,33 +203,39 @@ def _starting_at_zero(strategy: Strategy) -> Strategy:
     return replace(strategy, operands=(*whole, last))
 
 
+def _shards(strategies: list[Strategy], mesh_shape: tuple[int, ...]) -> np.ndarray:
+    """Per strategy and operand, then result: over how many devices its bytes are divided."""
+    table = [
+        [num_shards(layout, mesh_shape) for layout in (*s.operands, *s.results)] for s in strategies
+    ]
+    return np.array(table, dtype=float).reshape(len(strategies), -1 if strategies else 0)
+
+
 def node_costs(
-    graph: Graph, node: Node, mesh: LogicalMesh, strategies: list[Strategy]
+    graph: Graph,
+    node: Node,
+    mesh: LogicalMesh,
+    strategies: list[Strategy],
+    shards: np.ndarray | None = None,
 ) -> np.ndarray:
+    """Seconds per strategy; `shards` as `_shards` makes it, if that is known."""
     values = (*node.operands, *node.results)
     sizes = np.array([graph.values[v].num_bytes for v in values], dtype=float)
-    touched = np.array(node.touched_bytes or (0.0,) * len(values))
-    shards = np.array(
-        [
-            [num_shards(layout, mesh.shape) for layout in (*s.operands, *s.results)]
-            for s in strategies
-        ],
-        dtype=float,
-    ).reshape(len(strategies), len(values))
+    if shards is None:
+        shards = _shards(strategies, mesh.shape)
     results = slice(len(node.operands), None)
-    cost = np.array(
-        [tie_break_s(mesh, float(b)) for b in (sizes[results] / shards[:, results]).sum(axis=1)]
-    )
+    cost = tie_break_s(mesh, (sizes[results] / shards[:, results]).sum(axis=1))
     if mesh.device is not None and mesh.profile is not None and node.kind is NodeKind.OP:
         for i, s in enumerate(strategies):
             layouts = (*s.operands, *s.results)
             cost[i] += measured_op_s(node, graph.values, mesh, layouts, s.parallelism)
     elif mesh.device is not None and node.kind is NodeKind.OP:
+        touched = np.array(node.touched_bytes or (0.0,) * len(values))
         moved = (touched / shards).sum(axis=1)
         dtype = graph.values[node.operands[0] if node.operands else node.results[0]].dtype
-        for i, strategy in enumerate(strategies):
-            flops = node.flops / strategy.parallelism
-            cost[i] += compute_s(mesh.device, flops, float(moved[i]), dtype)
+        flops = node.flops / np.array([s.parallelism for s in strategies], dtype=float)
+        flops_per_s, bytes_per_s = rates(mesh.device, dtype)
+        cost += np.maximum(flops / flops_per_s, moved / bytes_per_s)
     if node.host_bytes and mesh.device is not None:
         cost += node.host_bytes / shards[:, -1] / mesh.device.bytes_per_s_to_host
     if node.rule.halos:
@@ -238,18 +247,28 @@ def _edges(
     folded: FoldedGraph, mesh: LogicalMesh, strategies: dict[int, list[Strategy]]
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     graph, members = folded.graph, folded.members
+    # Edges of equal ops have equal tables: by the ops' strategies, and what is resharded.
+    known: dict[tuple, np.ndarray] = {}
+    partial_of: dict[tuple[int, int], bool] = {}
     for (u, v, result, position, deferred), weight in folded.edges.items():
         producer = graph.nodes[members[u][0]]
         consumer = graph.nodes[members[v][0]]
-        value = producer.results[result]
-        info = graph.values[value]
+        info = graph.values[producer.results[result]]
+        made, read = strategies[u], strategies[v]
         share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
-        partial = any(PARTIAL in s.results[result] for s in strategies[u]) or consumer.rule.linear
-        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
-        rows = [table.index[s.results[result]] for s in strategies[u]]
-        if position == STATE_EDGE:
-            columns = [table.index[s.results[0]] for s in strategies[v]]
-        else:
-            columns = [table.index[s.operands[position]] for s in strategies[v]]
-        matrix = np.minimum(table.cost_s[np.ix_(rows, columns)], FORBIDDEN)
+        source = id(made), result
+        if source not in partial_of:
+            partial_of[source] = any(PARTIAL in s.results[result] for s in made)
+        partial = partial_of[source] or consumer.rule.linear
+        key = (*source, id(read), position, info.shape, info.num_bytes, partial, share)
+        matrix = known.get(key)
+        if matrix is None:
+            table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+            rows = [table.index[s.results[result]] for s in made]
+            if position == STATE_EDGE:
+                columns = [table.index[s.results[0]] for s in read]
+            else:
+                columns = [table.index[s.operands[position]] for s in read]
+            matrix = np.minimum(table.cost_s[np.array(rows)[:, None], columns], FORBIDDEN)
+            known[key] = matrix
         yield u, v, matrix * weight

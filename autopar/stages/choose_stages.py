@@ -193,7 +193,7 @@ class _TableMaker:
         step, method = self.step, ShardParallel(options=self.options)
         remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
         with self.log.timed("tables"), paused_garbage_collector():
-            return stage_tables(
+            made = stage_tables(
                 self.graph,
                 self.bench.places,
                 self.cluster,
@@ -209,6 +209,8 @@ class _TableMaker:
                 log=self.log,
                 late=self.late,
             )
+        self.log.ideal_s = self.bench.device_s / self.cluster.num_devices
+        return made
 
 
 def _table_maker(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
@@ -71,6 +71,7 @@ class PipelineTask:
     misfits:   stages that did not fit, in the order in which they were tried.
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
     to_the_end: if no pipeline is found in time, search on.
+    leaves:    whether a pipeline that promises so many seconds is not worth the time to solve it.
     cuts, graphs: the stages that were cut last, and their graphs.
     equal_graphs: those of all stages, for equal ones.
     """
@@ -85,6 +86,7 @@ class PipelineTask:
     known: KnownStages = field(default_factory=KnownStages)
     may_recompute: bool = True
     to_the_end: bool = True
+    leaves: Callable[[float], bool] = lambda _: False
     misfits: list[StageMisfit] = field(default_factory=list)
     cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
     graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)

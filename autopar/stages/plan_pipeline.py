@@ -10,7 +10,7 @@ solve    stages → a plan per stage, and the pipeline's plan   (stages.solve_pi
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -78,9 +78,10 @@ def plan_pipeline(
     log: PlanningLog,
     *,
     to_the_end: bool = True,
+    leaves: Callable[[float], bool] = lambda _: False,
 ) -> PlannedStep:
-    """A pipeline as a method asks for it. `to_the_end`: if none is found in time, search on."""
-    task = PipelineTask(method, cluster, log, to_the_end=to_the_end)
+    """A pipeline as a method asks for it. `to_the_end` and `leaves` as in `PipelineTask`."""
+    task = PipelineTask(method, cluster, log, to_the_end=to_the_end, leaves=leaves)
     with log.limited(method.options):
         return log.stopped(_plan_pipeline(source, task))
 
@@ -198,6 +199,9 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     search = choose_stages(
         looped, method, cluster, log, to_the_end=task.to_the_end, splits_stacks=task.splits_stacks
     )
+    if search.choice is not None and task.leaves(search.choice.step_s):
+        log.deadline.cut("pipelines")
+        raise _no_time(looped)
     excess: dict[Submesh, float] = {}
     if is_free:
         search = with_another(looped, _calibrated(task, looped, search, excess, 1), log)
@@ -211,14 +215,18 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     if search.choice is None:
         raise nothing_fits(looped, search.report, method.options, cluster)
     if task.log.has_plan and not task.to_the_end and not _has_time(task, "pipelines", _SOLVING):
-        raise SolverError(
-            f"{looped.step.name}: there was no time left to solve a pipeline. Allow more with "
-            "ShardingOptions(planning_time_s=…)."
-        )
+        raise _no_time(looped)
     planned, search = _fitted(task, looped, search, excess)
     if is_free and _recomputes_more(planned.plan, search.report):
         planned = _with_smaller(source, task, planned, excess)
     return _with_skipped(planned, log)
+
+
+def _no_time(looped: LoopedStep) -> SolverError:
+    return SolverError(
+        f"{looped.step.name}: there was no time left to solve a pipeline. Allow more with "
+        "ShardingOptions(planning_time_s=…)."
+    )
 
 
 def _fitted(

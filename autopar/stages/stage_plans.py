@@ -140,8 +140,10 @@ def _fitted(problem: MeshProblem, key: tuple, known: KnownStages, log: PlanningL
     if named in known.misfits:
         raise known.misfits[named]
     found = _known_to_fit(problem, key, known)
-    if found is not None and is_good(found.objective, found.gap, problem.task.enough):
-        return solution_as(problem, found.of_graph(problem.graph))
+    if found is not None:
+        is_enough = is_good(found.objective, found.gap, problem.task.enough)
+        if is_enough or not log.deadline.allows():
+            return solution_as(problem, found.of_graph(problem.graph))
     try:
         solution = solve_mesh(problem, log)
     except MemoryBudgetError as error:

@@ -56,6 +56,7 @@ class TableBench:
         self.solver, self.time_limit_s = solver, time_limit_s
         self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
         self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
+        self.device_s = 0.0  # of all operators, evenly divided, on all devices together
         # Problems that were solved without prices of memory, until these are asked for.
         self.problems: dict[tuple[Submesh, tuple[int, ...]], ShardingProblem] = {}
         # (submesh, mesh shape, recomputed) -> the table at which memory has no price
@@ -140,6 +141,7 @@ class TableBench:
             rest_gap=_REST_GAP,
         )
         self.known[submesh, mesh.shape] = sharding.choice, sharding.objective
+        self.device_s = self.device_s or sharding.problem.work_s * mesh.num_devices
         return sharding.problem, sharding.choice, sharding.objective
 
     def solve(self, problem: PairwiseProblem) -> Choice:

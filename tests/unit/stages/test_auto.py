@@ -18,7 +18,7 @@ from autopar.rewrite.step_source import StepSource
 from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.plan_whole import WholeStep
 from autopar.sharding.planning_log import PlanningLog
-from autopar.stages import auto, plan_pipeline
+from autopar.stages import auto, auto_task, plan_pipeline
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace import StepOptions
 
@@ -119,14 +119,14 @@ def test_a_stage_alone_is_kept_if_one_program_is_slower(
 ) -> None:
     """Of a pipeline of one stage and one program on the same mesh, the latter if it is as fast."""
     step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
-    plan_whole = auto.plan_whole
+    plan_whole = auto_task.plan_whole
 
     def slowed(whole: WholeStep) -> PlannedStep:
         planned = plan_whole(whole)
         seconds = planned.plan.estimated_step_s * slower
         return replace(planned, plan=replace(planned.plan, estimated_step_s=seconds))
 
-    monkeypatch.setattr(auto, "plan_whole", slowed)
+    monkeypatch.setattr(auto_task, "plan_whole", slowed)
     method = autopar.AutoParallel(num_micro_batches=2)
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
     assert plan.num_stages == 1
@@ -137,7 +137,7 @@ def test_the_whole_batch_on_one_mesh_is_worked_out_whatever_tables_say_of_micro_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
-    plan_pipeline = auto.plan_pipeline
+    plan_pipeline = auto_task.plan_pipeline
     method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
 
     def far_ahead(loop: Any, _: Any, cluster: Any, timer: Any) -> PlannedStep:
@@ -145,7 +145,7 @@ def test_the_whole_batch_on_one_mesh_is_worked_out_whatever_tables_say_of_micro_
         report = SearchReport(0, 0, 0, 0, intra_only_s=100 * planned.plan.estimated_step_s)
         return replace(planned, plan=replace(planned.plan, search=report))
 
-    monkeypatch.setattr(auto, "plan_pipeline", far_ahead)
+    monkeypatch.setattr(auto_task, "plan_pipeline", far_ahead)
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS)
     pipeline = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
     assert not plan.is_pipeline
@@ -260,7 +260,7 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
         {},
         StepOptions(),
     )
-    task = auto.AutoTask(source, autopar.AutoParallel(), HOSTS, PlanningLog())
+    task = auto_task.AutoTask(source, autopar.AutoParallel(), HOSTS, PlanningLog())
     if is_late:
         task.log.deadline.interrupt()
     numbers = []
@@ -271,9 +271,9 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
             raise MemoryBudgetError("too large", 2.0, 1.0)
         return "a plan"
 
-    monkeypatch.setattr(auto, "_may_fit", lambda task, number=1: number >= 4)
-    monkeypatch.setattr(auto, "plan_whole", plan_whole)
-    assert auto._fitted_on_one_mesh(task, auto._Outcomes(task)) == "a plan"
+    monkeypatch.setattr(auto, "may_fit", lambda task, number=1: number >= 4)
+    monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
+    assert auto._fitted_on_one_mesh(task, auto_task.Outcomes(task)) == "a plan"
     assert numbers == ([4] if is_late else [1, 2, 4])
 
 
@@ -302,22 +302,22 @@ def test_micro_batches_that_another_number_shows_to_be_too_large_are_not_tried(
     source = StepSource.of(train_step, (weights, {"x": rows}), {}, StepOptions())
     memory = memory_by_rows(build_graph(source.as_loop(8)), 8, HOSTS.num_devices)
     options = autopar.ShardingOptions(memory_budget_bytes=memory.floor(4) * 1.5, remat=remat)
-    task = auto.AutoTask(source, autopar.AutoParallel(options=options), HOSTS, PlanningLog())
+    task = auto_task.AutoTask(source, autopar.AutoParallel(options=options), HOSTS, PlanningLog())
     task.log.memory = memory
     numbers = []
-    plan_whole = auto.plan_whole
+    plan_whole = auto_task.plan_whole
 
     def noted(step: WholeStep) -> PlannedStep:
         numbers.append(step.num_micro_batches)
         return plan_whole(step)
 
-    monkeypatch.setattr(auto, "plan_whole", noted)
-    planned = auto._fitted_on_one_mesh(task, auto._Outcomes(task))
+    monkeypatch.setattr(auto_task, "plan_whole", noted)
+    planned = auto._fitted_on_one_mesh(task, auto_task.Outcomes(task))
     assert planned is not None and planned.plan.num_micro_batches == 4
     assert numbers == [4]
     task.log.memory = None
     numbers.clear()
-    again = auto._fitted_on_one_mesh(task, auto._Outcomes(task))
+    again = auto._fitted_on_one_mesh(task, auto_task.Outcomes(task))
     assert again is not None and again.plan.estimated_step_s == planned.plan.estimated_step_s
     assert numbers == [1, 2, 4]
 
@@ -341,13 +341,13 @@ def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
     budget = 44 * 2**20
     options = autopar.ShardingOptions(memory_budget_bytes=budget, planning_time_s=planning_time_s)
     searched: list[bool] = []
-    search = auto.AutoTask.as_pipeline
+    search = auto_task.AutoTask.as_pipeline
 
-    def as_pipeline(task: auto.AutoTask) -> PlannedStep:
+    def as_pipeline(task: auto_task.AutoTask) -> PlannedStep:
         searched.append(True)
         return search(task)
 
-    monkeypatch.setattr(auto.AutoTask, "as_pipeline", as_pipeline)
+    monkeypatch.setattr(auto_task.AutoTask, "as_pipeline", as_pipeline)
     method = autopar.AutoParallel(options=options)
     plan = autopar.plan(scanned_step, stack, batch, cluster=HOSTS, method=method)
     assert plan.estimated_peak_bytes <= budget
@@ -378,3 +378,37 @@ def test_with_a_plan_at_hand_no_pipeline_is_solved_for_which_there_is_no_time(
     plan = autopar.plan(scanned_step, stack, batch, cluster=HOSTS, method=method)
     assert not plan.is_pipeline
     assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
+
+
+@pytest.mark.parametrize(("gain", "is_solved"), [(10.0, False), (1.0, True)])
+def test_where_time_is_short_what_promises_more_comes_first(
+    monkeypatch: pytest.MonkeyPatch, gain: float, is_solved: bool
+) -> None:
+    """Without a plan, and with time for a pipeline or a plan on one mesh: the pipeline, unless its
+    step takes much longer than its operators."""
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8
+    batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    options = autopar.ShardingOptions(memory_budget_bytes=44 * 2**20, planning_time_s=None)
+    choose, solve = plan_pipeline.choose_stages, plan_pipeline.solve_pipeline
+    solved: list[bool] = []
+
+    def until_time_is_up(*args: Any, **kwargs: Any) -> Any:
+        search, log = choose(*args, **kwargs), args[3]
+        assert 0 < log.ideal_s <= search.choice.step_s
+        log.ideal_s = search.choice.step_s / gain
+        log.deadline.interrupt()
+        return search
+
+    def noted(*args: Any) -> PlannedStep:
+        solved.append(True)
+        return solve(*args)
+
+    monkeypatch.setattr(plan_pipeline, "choose_stages", until_time_is_up)
+    monkeypatch.setattr(plan_pipeline, "solve_pipeline", noted)
+    method = autopar.AutoParallel(options=options)
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"]) ** 2))
+    plan = autopar.plan(step, weights, batch, cluster=HOSTS, method=method)
+    assert bool(solved) == is_solved
+    if not is_solved:
+        assert not plan.is_pipeline and plan.num_micro_batches > 1
+        assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped

@@ -16,7 +16,7 @@ from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParal
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
 from autopar.rewrite import step_source
 from autopar.sharding import plan_mesh, plan_whole
-from autopar.stages import auto, choose_stages, plan_pipeline, table_bench
+from autopar.stages import auto_task, choose_stages, plan_pipeline, table_bench
 from autopar.tracer import rules
 
 pytestmark = pytest.mark.representatives(
@@ -269,17 +269,17 @@ def test_the_default_goes_on_with_pipelines_and_with_one_mesh(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        Injected(patch, auto, "plan_whole", always)
+        Injected(patch, auto_task, "plan_whole", always)
         pipeline = plan(AutoParallel(), HOSTS)
         assert pipeline.is_pipeline
         assert "ruled out a plan on one mesh: IndexError" in warning_of(pipeline)
     with monkeypatch.context() as patch:
-        Injected(patch, auto, "plan_pipeline", always)
+        Injected(patch, auto_task, "plan_pipeline", always)
         whole = plan(AutoParallel(), FAR_HOSTS, args=LARGE)
         assert not whole.is_pipeline
         assert "ruled out pipelines: IndexError" in warning_of(whole)
-    Injected(monkeypatch, auto, "plan_whole", always)
-    Injected(monkeypatch, auto, "plan_pipeline", always)
+    Injected(monkeypatch, auto_task, "plan_whole", always)
+    Injected(monkeypatch, auto_task, "plan_pipeline", always)
     with pytest.raises(PlanningError, match="no plan on one mesh and no pipeline") as caught:
         plan(AutoParallel(), HOSTS)
     assert isinstance(caught.value.__cause__, IndexError)
@@ -302,7 +302,7 @@ def test_a_pin_in_vain_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_layers_the_default_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (auto, plan_whole):
+    for module in (auto_task, plan_whole):
         Injected(monkeypatch, module, "find_layers", always)
     whole = plan(AutoParallel(), HOSTS)
     assert "ruled out recomputation: IndexError" in warning_of(whole)

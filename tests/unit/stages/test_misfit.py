@@ -22,7 +22,7 @@ from autopar import (
     UniformStages,
 )
 from autopar.methods import DataParallel, Zero2Parallel, Zero3Parallel
-from autopar.stages import auto
+from autopar.stages import auto_task
 
 WIDTH, LAYERS, ROWS = 64, 3, 32
 HOST = autopar.ClusterSpec(1, 4, "h100-sxm")
@@ -137,7 +137,7 @@ def test_a_batch_that_cannot_be_cut_to_single_rows_does_not_hide_the_misfit(clus
 def test_a_state_that_cannot_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pipeline is searched and no batch is cut, and the error explains the best sharding."""
     searched: list[Any] = []
-    monkeypatch.setattr(auto, "plan_pipeline", searched.append)
+    monkeypatch.setattr(auto_task, "plan_pipeline", searched.append)
     error = misfit(AutoParallel(options=within(0.9 * STATE_BYTES / 4)))
     assert not searched
     reason = "not tried: the state alone takes 36.0 KiB per device, divided evenly over all 4"

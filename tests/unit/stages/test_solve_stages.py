@@ -116,6 +116,28 @@ def test_a_stage_takes_what_fits_an_equal_one_that_keeps_more(looped, monkeypatc
         assert mine.lower_bound <= own.objective * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_past_the_deadline_a_stage_takes_what_fits_an_equal_one(
+    looped, monkeypatch, is_late: bool
+) -> None:
+    """Though it could be better: there is no time to look for that."""
+    names = []
+    solve = stage_plans.solve_mesh
+
+    def counted(problem: Any, log: Any) -> Any:
+        names.append(problem.step.name)
+        return solve(problem, log)
+
+    monkeypatch.setattr(stage_plans, "solve_mesh", counted)
+    monkeypatch.setattr(stage_plans, "is_good", lambda *_: False)
+    pipeline = task("1f1b")
+    if is_late:
+        pipeline.log.deadline.interrupt()
+    solved = solve_stages(pipeline, looped, list(SPECS)).solved
+    assert len(names) == (3 if is_late else 4)
+    assert all(stage.lower_bound <= stage.objective for stage in solved)
+
+
 def test_what_is_asked_of_a_stage_by_name_is_not_shared(looped, monkeypatch) -> None:
     names = []
     solve = stage_plans.solve_mesh

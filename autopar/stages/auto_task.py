@@ -1,0 +1,291 @@
+"""The default method's task, and what came of every way to plan it: `AutoTask`, `Outcomes`.
+
+Ways to plan a step return None where they lead to no plan, and leave in `Outcomes` why. What a step
+takes at least, in bytes and seconds, tells which ways are worth a try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+from autopar.errors import AutoparError, MemoryBudgetError, PlanningError
+from autopar.ir.failures import Failure, first_line
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.text import format_bytes
+from autopar.lower.planned_step import PlannedStep
+from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
+from autopar.rewrite.layers import Layer, find_layers
+from autopar.rewrite.step_source import StepSource
+from autopar.sharding.memory_budget import RESERVE_SHARE
+from autopar.sharding.plan_whole import WholeStep, plan_whole
+from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.tried import PIPELINES, cut_refusal
+from autopar.stages.looped import batch_rows
+from autopar.stages.plan_pipeline import plan_pipeline
+from autopar.tracer.costs import aval_bytes, program_flops
+
+# Of what a backward pass reads, the part that must be in memory (see `rewrite.residuals`).
+_HELD_SHARE = 1 / 3
+# A step this much over what its operators take may be clearly faster in another way.
+_CLEARLY = 1.25
+
+
+@dataclass(frozen=True)
+class AutoTask:
+    """A step to plan in whatever way is fastest. `host`: state in host memory, by input index."""
+
+    source: StepSource
+    method: AutoParallel
+    cluster: ClusterSpec
+    log: PlanningLog
+    host: tuple[int, ...] = ()
+
+    @property
+    def number_is_free(self) -> bool:
+        return self.method.num_micro_batches == "auto"
+
+    @property
+    def budget_bytes(self) -> float:
+        given = self.method.options.memory_budget_bytes
+        if given is not None:
+            return float(given)
+        return self.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
+
+    def whole(
+        self,
+        num_micro_batches: int | None = None,
+        *,
+        in_full: bool = False,
+        cutoff: float = inf,
+    ) -> WholeStep:
+        """The step on one mesh, with the method's number of micro-batches by default."""
+        number = num_micro_batches
+        if number is None:
+            number = 1 if self.number_is_free else int(self.method.num_micro_batches)
+        method = ShardParallel(num_micro_batches=number, options=self.method.options)
+        return WholeStep(
+            self.source,
+            self.cluster,
+            method,
+            self.log,
+            in_full=in_full,
+            cutoff=cutoff,
+            host=self.host,
+        )
+
+    @cached_property
+    def layers(self) -> Sequence[Layer] | None:
+        """The step's layers; None if autopar fails to find them."""
+        step = self.source.whole
+        try:
+            return find_layers(step.program, batch=step.batch)
+        except Exception as error:
+            self.log.contain("recomputation", error)
+            return None
+
+    @cached_property
+    def state_bytes(self) -> int:
+        step = self.source.whole
+        return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
+
+    def as_pipeline(self) -> PlannedStep:
+        method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
+        return plan_pipeline(
+            self.source, method, self.cluster, self.log, to_the_end=False, leaves=self.leaves
+        )
+
+    def leaves(self, step_s: float) -> bool:
+        """Whether a pipeline that promises so many seconds is left unsolved, as there is time for
+        it or for a plan on one mesh, no plan yet, and one mesh promises clearly more."""
+        if self.log.has_plan or not self.number_is_free or not is_short(self):
+            return False
+        fewest = next((n for n in self.numbers if may_fit(self, n)), None)
+        if fewest is None:
+            return False
+        return _CLEARLY * recomputed_s(self, fewest, self.log.ideal_s) < step_s
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of micro-batches that divide the batch, the whole batch first."""
+        rows = batch_rows(self.source.whole)
+        return [2**k for k in range(rows.bit_length()) if rows % 2**k == 0]
+
+
+@dataclass
+class Outcomes:
+    """What came of every way to plan a step.
+
+    misfit:   the first error for want of memory.
+    failures: of autopar's own.
+    tried:    micro-batches and pipelines -> what came of them, or why they were not tried.
+    useless:  remedies that were tried in vain.
+    """
+
+    task: AutoTask
+    misfit: MemoryBudgetError | None = None
+    failures: list[Failure] = field(default_factory=list)
+    tried: dict[str, str] = field(default_factory=dict)
+    useless: set[str] = field(default_factory=set)
+
+    def on_one_mesh(
+        self, num_micro_batches: int | None = None, cutoff: float = inf
+    ) -> PlannedStep | None:
+        """The best plan on one mesh; if none takes less than the cutoff, any or none."""
+        try:
+            return plan_whole(self.task.whole(num_micro_batches, cutoff=cutoff))
+        except MemoryBudgetError as error:
+            self.misfit = self.misfit or error
+        except Exception as error:
+            self.failures += self.task.log.contain("a plan on one mesh", error)
+        return None
+
+    def as_pipeline(self) -> PlannedStep | None:
+        """The best pipeline. The user asked for none, so no error of it is the user's."""
+        try:
+            return self.task.as_pipeline()
+        except MemoryBudgetError as error:
+            self.misfit = self.misfit or error
+            self.tried[PIPELINES] = f"tried: {error.problem.splitlines()[0]}"
+        except Exception as error:
+            refusal = cut_refusal(error)
+            if refusal is None and isinstance(error, AutoparError):
+                is_failure = isinstance(error, PlanningError)
+                refusal = None if is_failure else first_line(error)
+            if refusal is not None:
+                self.tried[PIPELINES] = f"tried: {refusal}"
+            else:
+                self.failures += self.task.log.contain("pipelines", error)
+                self.tried[PIPELINES] = f"tried: autopar failed, {self.failures[-1].exception}"
+        return None
+
+
+@dataclass
+class MicroBatchTries:
+    """Plans on one mesh with more and more micro-batches. `found`: a number -> why it has none;
+    `peaks`: a number -> the least memory that it took."""
+
+    task: AutoTask
+    found: dict[int, str] = field(default_factory=dict)
+    peaks: dict[int, float] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    def plan(self, number: int) -> PlannedStep | None:
+        try:
+            return plan_whole(self.task.whole(number))
+        except MemoryBudgetError as error:
+            self._note_need(number, error.peak_bytes)
+            self.peaks[number] = error.peak_bytes
+        except Exception as error:
+            self._note_refusal(number, error)
+        return None
+
+    def may_fit_after(self, tried: int, number: int) -> bool:
+        """Whether more micro-batches may fit, by what fewer took: all but the state gets less."""
+        if tried not in self.peaks:
+            return True
+        state = self.task.state_bytes / self.task.cluster.num_devices
+        rest = max(0.0, self.peaks[tried] - state) * tried / number
+        return state + rest <= self.task.budget_bytes
+
+    def all_are_too_large(self, numbers: Sequence[int]) -> bool:
+        """Whether even the most micro-batches that the step can have are too large. That is soon
+        known, and fewer need more."""
+        for number in reversed(numbers):
+            is_too_large = self.is_too_large(number)
+            if is_too_large is not None:
+                return is_too_large
+        return True
+
+    def is_known_too_large(self, number: int) -> bool:
+        """Whether so many need more than there is, by what another number takes."""
+        floor = least_bytes(self.task, number)
+        if floor > self.task.budget_bytes:
+            self._note_need(number, floor)
+        return floor > self.task.budget_bytes
+
+    def is_too_large(self, number: int) -> bool | None:
+        """Whether so many need more than there is, in any layout; None if they are refused."""
+        memory = self.task.log.memory
+        if memory is not None and memory.floor(number) <= self.task.budget_bytes:
+            return False
+        try:
+            floor = self.task.whole(number).peak_floor(self.task.budget_bytes)
+        except Exception as error:
+            self._note_refusal(number, error)
+            return None
+        if floor > self.task.budget_bytes:
+            self._note_need(number, floor)
+        return floor > self.task.budget_bytes
+
+    def _note_need(self, number: int, peak_bytes: float) -> None:
+        self.found[number] = f"{number} of them need {format_bytes(peak_bytes)} per device or more"
+
+    def _note_refusal(self, number: int, error: Exception) -> None:
+        refusal = cut_refusal(error)
+        if refusal is None:
+            failures = self.task.log.contain(f"{number} micro-batches on one mesh", error)
+            self.failures += [failure for failure in failures if failure not in self.failures]
+            refusal = f"autopar failed, {failures[0].exception}"
+        self.found[number] = f"{number} are not possible: {refusal}"
+
+
+# -- what a step takes
+
+
+def bytes_without_recomputation(
+    task: AutoTask, layers: Sequence[Layer], num_micro_batches: int = 1
+) -> float:
+    """What a device holds of state and of what the backward pass reads, divided evenly."""
+    held = sum(max(layer.kept_bytes, layer.residual_bytes * _HELD_SHARE) for layer in layers)
+    return (task.state_bytes + held / num_micro_batches) / task.cluster.num_devices
+
+
+def least_bytes(task: AutoTask, num_micro_batches: int) -> float:
+    """A lower bound on what every plan on one mesh takes that has so many micro-batches, by the
+    graph of another number, less all that recomputation can free; 0 if there is none."""
+    memory, layers = task.log.memory, task.layers
+    if memory is None or layers is None or task.host:
+        return 0.0
+    freed = 0.0
+    if task.method.options.remat != "none":
+        freed = sum(max(0, layer.residual_bytes - layer.kept_bytes) for layer in layers)
+    return memory.floor(num_micro_batches) - freed / num_micro_batches / task.cluster.num_devices
+
+
+def may_fit(task: AutoTask, num_micro_batches: int = 1) -> bool:
+    """Whether so many micro-batches may fit on all devices: state, what every layer keeps if all
+    are recomputed, and the largest layer, divided evenly."""
+    if least_bytes(task, num_micro_batches) > task.budget_bytes:
+        return False
+    if (layers := task.layers) is None:
+        return True
+    held = sum(layer.kept_bytes for layer in layers)
+    largest = max((layer.residual_bytes / layer.trips for layer in layers), default=0)
+    held += largest * _HELD_SHARE
+    each = (task.state_bytes + held / num_micro_batches) / task.cluster.num_devices
+    return each <= task.budget_bytes
+
+
+def is_short(task: AutoTask) -> bool:
+    """Whether time is too short for two more ways to plan the step, which take about as long as
+    all before them."""
+    return not task.log.deadline.allows(task.log.deadline.elapsed_s)
+
+
+def recomputed_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float:
+    """About the least that a step takes on one mesh which recomputes what does not fit else: the
+    work of all operators, and that of the layers once more."""
+    if (layers := task.layers) is None:
+        return 0.0
+    excess = bytes_without_recomputation(task, layers, num_micro_batches) - task.budget_bytes
+    flops = 0.0
+    for layer in layers:
+        if excess <= 0:
+            break
+        freed = max(0.0, layer.residual_bytes * _HELD_SHARE - layer.kept_bytes)
+        excess -= freed / num_micro_batches / task.cluster.num_devices
+        flops += layer.flops if freed else 0.0
+    return work_s * (1 + flops / max(1.0, program_flops(task.source.whole.program)))
