@@ -123,6 +123,8 @@ def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
         planned = early
         if early is None or _has_time(task, "one mesh"):
             planned = _faster(early, _fitted_on_one_mesh(task, outcomes))
+        if planned is None and outcomes.is_left:
+            return outcomes.as_pipeline(may_leave=False)
         if planned is None:
             return None
         note = outcomes.tried[PIPELINES]

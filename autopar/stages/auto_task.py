@@ -6,7 +6,7 @@ takes at least, in bytes and seconds, tells which ways are worth a try.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -91,10 +91,11 @@ class AutoTask:
         step = self.source.whole
         return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
 
-    def as_pipeline(self) -> PlannedStep:
+    def as_pipeline(self, leaves: Callable[[float], bool] = lambda _: False) -> PlannedStep:
+        """`leaves` as in `PipelineTask`."""
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
         return plan_pipeline(
-            self.source, method, self.cluster, self.log, to_the_end=False, leaves=self.leaves
+            self.source, method, self.cluster, self.log, to_the_end=False, leaves=leaves
         )
 
     def leaves(self, step_s: float) -> bool:
@@ -105,7 +106,7 @@ class AutoTask:
         fewest = next((n for n in self.numbers if may_fit(self, n)), None)
         if fewest is None:
             return False
-        return _CLEARLY * recomputed_s(self, fewest, self.log.ideal_s) < step_s
+        return 0 < _CLEARLY * recomputed_s(self, fewest, self.log.ideal_s) < step_s
 
     @property
     def numbers(self) -> list[int]:
@@ -122,6 +123,7 @@ class Outcomes:
     failures: of autopar's own.
     tried:    micro-batches and pipelines -> what came of them, or why they were not tried.
     useless:  remedies that were tried in vain.
+    is_left:  a pipeline was found by tables, and left unsolved.
     """
 
     task: AutoTask
@@ -129,6 +131,7 @@ class Outcomes:
     failures: list[Failure] = field(default_factory=list)
     tried: dict[str, str] = field(default_factory=dict)
     useless: set[str] = field(default_factory=set)
+    is_left: bool = False
 
     def on_one_mesh(
         self, num_micro_batches: int | None = None, cutoff: float = inf
@@ -142,10 +145,15 @@ class Outcomes:
             self.failures += self.task.log.contain("a plan on one mesh", error)
         return None
 
-    def as_pipeline(self) -> PlannedStep | None:
+    def as_pipeline(self, *, may_leave: bool = True) -> PlannedStep | None:
         """The best pipeline. The user asked for none, so no error of it is the user's."""
+
+        def leaves(step_s: float) -> bool:
+            self.is_left = may_leave and self.task.leaves(step_s)
+            return self.is_left
+
         try:
-            return self.task.as_pipeline()
+            return self.task.as_pipeline(leaves)
         except MemoryBudgetError as error:
             self.misfit = self.misfit or error
             self.tried[PIPELINES] = f"tried: {error.problem.splitlines()[0]}"

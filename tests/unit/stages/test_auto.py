@@ -343,9 +343,9 @@ def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
     searched: list[bool] = []
     search = auto_task.AutoTask.as_pipeline
 
-    def as_pipeline(task: auto_task.AutoTask) -> PlannedStep:
+    def as_pipeline(task: auto_task.AutoTask, leaves: Any) -> PlannedStep:
         searched.append(True)
-        return search(task)
+        return search(task, leaves)
 
     monkeypatch.setattr(auto_task.AutoTask, "as_pipeline", as_pipeline)
     method = autopar.AutoParallel(options=options)
@@ -412,3 +412,24 @@ def test_where_time_is_short_what_promises_more_comes_first(
     if not is_solved:
         assert not plan.is_pipeline and plan.num_micro_batches > 1
         assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
+
+
+def test_a_pipeline_that_was_left_is_solved_if_nothing_fits_on_one_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8
+    batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    options = autopar.ShardingOptions(memory_budget_bytes=44 * 2**20, planning_time_s=None)
+    asked: list[float] = []
+
+    def leaves(task: auto_task.AutoTask, step_s: float) -> bool:
+        asked.append(step_s)
+        return True
+
+    monkeypatch.setattr(auto_task.AutoTask, "leaves", leaves)
+    monkeypatch.setattr(auto, "_fitted_on_one_mesh", lambda *_: None)
+    method = autopar.AutoParallel(options=options)
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"]) ** 2))
+    plan = autopar.plan(step, weights, batch, cluster=HOSTS, method=method)
+    assert len(asked) == 1
+    assert plan.is_pipeline and plan.estimated_peak_bytes <= 44 * 2**20
