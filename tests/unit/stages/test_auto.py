@@ -394,6 +394,7 @@ def test_where_time_is_short_what_promises_more_comes_first(
 
     def until_time_is_up(*args: Any, **kwargs: Any) -> Any:
         search, log = choose(*args, **kwargs), args[3]
+        assert search.choice is not None
         assert 0 < log.ideal_s <= search.choice.step_s
         log.ideal_s = search.choice.step_s / gain
         log.deadline.interrupt()
