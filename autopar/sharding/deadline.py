@@ -55,6 +55,12 @@ class Deadline:
         left = self.left_s
         return left > 0 and expected_s <= share * left
 
+    @property
+    def is_short(self) -> bool:
+        """Whether less time is left than was spent: then not every candidate can be tried, and what
+        promises most comes first."""
+        return not self.allows(self.elapsed_s)
+
     def seconds(self, wanted_s: float, share: float = 0.5, least_s: float = _LEAST_S) -> float:
         """How long a solve may take that wants so many seconds."""
         return min(wanted_s, max(share * self.left_s, least_s))

@@ -273,7 +273,7 @@ def _best_sharding(problem: MeshProblem, log: PlanningLog) -> GraphSharding:
     refusals: dict[LogicalMesh, AutoparError] = {}
     failures: list[Failure] = []
     step, meshes = problem.step, problem.meshes
-    if not log.deadline.allows():  # few are solved: the most promising first
+    if log.deadline.is_short:  # few are solved: the most promising first
         meshes = sorted(meshes, key=lambda mesh: log.axis_costs.get(last_axis(mesh.shape), inf))
     part = log.deadline.part(_SOLVING if len(meshes) > 1 else 1.0)
     while True:

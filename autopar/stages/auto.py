@@ -31,7 +31,6 @@ from autopar.stages.auto_task import (
     MicroBatchTries,
     Outcomes,
     bytes_without_recomputation,
-    is_short,
     least_bytes,
     may_fit,
     recomputed_s,
@@ -206,7 +205,7 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | Non
     if task.number_is_free:
         if least_bytes(task, 1) > task.budget_bytes:
             return _with_micro_batches(task, outcomes)
-        if is_short(task) and not may_fit(task):
+        if task.log.deadline.is_short and not may_fit(task):
             return _with_micro_batches(task, outcomes) or outcomes.on_one_mesh()
     return outcomes.on_one_mesh() or _with_micro_batches(task, outcomes)
 
@@ -245,7 +244,7 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
     numbers = task.numbers[1:]
     tried = MicroBatchTries(task)
     numbers = [n for n in numbers if not tried.is_known_too_large(n)] or numbers
-    if is_short(task):  # only those that are likely to fit
+    if task.log.deadline.is_short:  # only those that are likely to fit
         likely = next((number for number in numbers if may_fit(task, number)), None)
         while likely is not None:
             planned = tried.plan(likely)

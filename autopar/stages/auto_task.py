@@ -101,7 +101,7 @@ class AutoTask:
     def leaves(self, step_s: float) -> bool:
         """Whether a pipeline that promises so many seconds is left unsolved, as there is time for
         it or for a plan on one mesh, no plan yet, and one mesh promises clearly more."""
-        if self.log.has_plan or not self.number_is_free or not is_short(self):
+        if self.log.has_plan or not self.number_is_free or not self.log.deadline.is_short:
             return False
         fewest = next((n for n in self.numbers if may_fit(self, n)), None)
         if fewest is None:
@@ -275,12 +275,6 @@ def may_fit(task: AutoTask, num_micro_batches: int = 1) -> bool:
     held += largest * _HELD_SHARE
     each = (task.state_bytes + held / num_micro_batches) / task.cluster.num_devices
     return each <= task.budget_bytes
-
-
-def is_short(task: AutoTask) -> bool:
-    """Whether time is too short for two more ways to plan the step, which take about as long as
-    all before them."""
-    return not task.log.deadline.allows(task.log.deadline.elapsed_s)
 
 
 def recomputed_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float:

@@ -49,6 +49,15 @@ def test_work_that_shares_the_time_left_gives_the_rest_back():
     assert log.deadline is whole and "a stage" in (whole.text() or "")
 
 
+def test_time_is_short_once_less_is_left_than_was_spent():
+    deadline, unlimited = Deadline(1000.0), Deadline()
+    assert not deadline.is_short
+    for each in (deadline, unlimited):
+        each.started -= 600
+    assert deadline.is_short and not unlimited.is_short
+    assert not deadline.part(0.5).is_short  # a new search
+
+
 def test_when_time_is_up_solves_are_short():
     deadline = Deadline(1e-9)
     assert not deadline.allows()
