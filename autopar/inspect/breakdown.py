@@ -45,8 +45,9 @@ def num_devices(plan: ParallelPlan) -> int:
 
 @dataclass(frozen=True)
 class StepShares:
-    """Seconds. `bubble`: waiting for other stages; `launch`: starting programs; `host`: fetching
-    state from host memory while other state is stored there."""
+    """Seconds. `communication`: what compute waits for; `bubble`: waiting for other stages;
+    `launch`: starting programs; `host`: fetching state from host memory while other state is stored
+    there; `hidden`: communication under compute, which is no part of the step."""
 
     step: float
     compute: float
@@ -54,6 +55,7 @@ class StepShares:
     bubble: float = 0.0
     launch: float = 0.0
     host: float = 0.0
+    hidden: float = 0.0
 
 
 def mesh_shares(plan: ParallelPlan) -> list[StepShares]:
@@ -70,13 +72,14 @@ def mesh_shares(plan: ParallelPlan) -> list[StepShares]:
     for mesh in sorted(on_mesh):
         modules = [module for mesh_plan in on_mesh[mesh] for module in mesh_plan.modules]
         compute = sum(module.compute_s for module in modules)
-        communication = sum(module.communication_s for module in modules)
+        hidden = sum(mesh_plan.hidden_s or 0.0 for mesh_plan in on_mesh[mesh])
+        communication = sum(module.communication_s for module in modules) - hidden
         busy_s = step if is_alone else compute + communication if busy is None else busy[mesh]
         host = sum(p.host.transfer_s for p in on_mesh[mesh] if p.host is not None)
         known = compute + communication + host
         launch = _rest(busy_s, known)
         bubble = _rest(step, known + launch)
-        shares.append(StepShares(step, compute, communication, bubble, launch, host))
+        shares.append(StepShares(step, compute, communication, bubble, launch, host, hidden))
     return shares
 
 
@@ -101,6 +104,7 @@ def shares_of(plan: ParallelPlan) -> StepShares:
         mean("bubble"),
         mean("launch"),
         mean("host"),
+        mean("hidden"),
     )
 
 

@@ -201,6 +201,10 @@ _UNMEASURED = {
 # -- the step
 
 
+# Without and with an estimate of what runs under compute.
+_COMMUNICATION = ("communication (assumed not to overlap)", "communication that compute waits for")
+
+
 def _step(plan: ParallelPlan) -> list[str]:
     lines = []
     if plan.is_timed:
@@ -208,7 +212,7 @@ def _step(plan: ParallelPlan) -> list[str]:
         lines.append(f"predicted step: {format_seconds(plan.estimated_step_s)}")
         parts = [
             ("compute", shares.compute),
-            ("communication (assumed not to overlap)", shares.communication),
+            (_COMMUNICATION[plan.hidden_s is not None], shares.communication),
             ("pipeline bubble", shares.bubble),
             ("transfers from host memory", shares.host),
             ("launch overhead", shares.launch),
@@ -221,6 +225,8 @@ def _step(plan: ParallelPlan) -> list[str]:
         ]
         width = max((len(row[0]) for row in rows), default=0)
         lines += [f"{name:{width}}  {seconds:>10}  {part:>4}" for name, seconds, part in rows]
+        if shares.step and shares.hidden / shares.step >= 5e-3:
+            lines.append(f"  and {text(shares.hidden)} of communication under compute")
     lines += [line for text in judged_sentences(plan) for line in paragraph(text, "")]
     rates = rates_of(plan)
     if rates is not None and rates.model:

@@ -39,6 +39,7 @@ class DeviceSpec:
     efficiency:           the share of the peak that large matrix products reach in practice.
     host_link_bandwidth:  between a device and its host's memory, bytes per second each way; None
                           for PCIe gen 5.
+    blocking_collectives: whether kernels wait while a collective runs, as on CPUs.
     """
 
     name: str
@@ -52,6 +53,12 @@ class DeviceSpec:
     inter_host_alpha_s: float = 15e-6
     efficiency: float = 0.7
     host_link_bandwidth: float | None = field(default=None, metadata={"omit_none": True})
+    blocking_collectives: bool | None = field(default=None, metadata={"omit_none": True})
+
+    @property
+    def hides_collectives(self) -> bool:
+        """Whether a collective can run beside kernels."""
+        return not self.blocking_collectives
 
     @property
     def bytes_per_s_to_host(self) -> float:
@@ -103,7 +110,9 @@ DEVICES: dict[str, DeviceSpec] = {
         # DGX B200: NVLink 900 GB/s each way per device, 8 × 400 Gb/s InfiniBand per host.
         DeviceSpec("b200-sxm", 2250e12, 1125e12, 180e9, 8.0e12, 800e9, 400e9),
         # Virtual CPU devices of one process: collectives are memory copies between threads.
-        DeviceSpec("cpu", 5e10, 5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0),
+        DeviceSpec(
+            "cpu", 5e10, 5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0, blocking_collectives=True
+        ),
     )
 }
 

@@ -185,6 +185,8 @@ class ParallelPlan:
     memory_found:         XLA's bytes, once the plan is compiled.
     host:                 what lies in host memory, if anything does.
     xla_options:          of XLA's compiler, for the plan's programs; None for its defaults.
+    hidden_s:             predicted seconds of the modules' communication that run under compute,
+                          and so are no part of the step; None if it was not asked.
     judged:               the step as XLA's schedule shows it, once the plan was compiled and read.
     warnings:             for the user.
     program, fingerprint: the annotated program, and its identity.
@@ -229,6 +231,7 @@ class ParallelPlan:
     unrolled: bool | None = field(default=None, metadata={"omit_none": True})
     host: HostMemory | None = field(default=None, metadata={"omit_none": True})
     xla_options: StoredOptions | None = field(default=None, metadata={"omit_none": True})
+    hidden_s: float | None = field(default=None, metadata={"omit_none": True})
     judged: JudgedStep | None = field(default=None, compare=False, metadata={"omit_none": True})
     in_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
@@ -400,6 +403,8 @@ def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
 
 
 def _check_values(plan: ParallelPlan, where: str) -> None:
+    if not 0 <= (plan.hidden_s or 0.0) < inf:
+        raise PLAN_FORMAT.malformed(where, f"hidden_s: {plan.hidden_s}")
     if not 0 <= plan.estimated_step_s < inf:
         raise PLAN_FORMAT.malformed(where, f"estimated_step_s: {plan.estimated_step_s}")
     if not plan.memory_budget_bytes > 0:

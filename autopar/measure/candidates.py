@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -22,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler import plan_step
-from autopar.errors import MeshError, SolverError, SpecError
+from autopar.errors import MemoryBudgetError, MeshError, SolverError, SpecError
 from autopar.ir.identity import placement, plan_digest
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import Layout
 from autopar.lower.planned_step import PlannedStep
-from autopar.methods import ParallelMethod, ShardParallel
+from autopar.methods import AutoParallel, ParallelMethod, ShardParallel
 from autopar.sharding.blocks import is_entry
 from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.kbest import (
@@ -83,12 +84,28 @@ def plan_candidates(
             programs.setdefault(planned.plan.fingerprint.program, planned)
     for planned in list(programs.values())[:_MOST_PROGRAMS]:
         plans += best_on_meshes(planned.plan.origin, _meshes(planned, cluster, method), num)
+    overlapping = _overlapping(method, cluster) if num > 1 else None
+    if overlapping is not None:
+        with suppress(MemoryBudgetError):
+            plans.append(
+                plan_step(fn, args, kwargs, cluster=cluster, method=overlapping, options=options)
+            )
     different = {plan_digest(planned.plan): planned for planned in reversed(plans)}
+    # Steps that count overlap are predicted to be shorter, so the best of them comes first.
     ranked = sorted(different.values(), key=_predicted_s)
     others = [p for p in ranked if p is not different[plan_digest(chosen.plan)]]
     best = sorted([chosen, *others[: num - 1]], key=_predicted_s)
     xla_options = chosen.plan.xla_options
     return [replace(p, plan=replace(p.plan, xla_options=xla_options)) for p in best]
+
+
+def _overlapping(method: ParallelMethod | None, cluster: ClusterSpec) -> ParallelMethod | None:
+    """The method that counts overlap, where it may choose another plan; else None."""
+    hides = cluster.num_hosts == 1 and cluster.num_devices > 1 and cluster.spec.hides_collectives
+    method = method or AutoParallel()
+    if not hides or not isinstance(method, (AutoParallel, ShardParallel)) or method.options.overlap:
+        return None
+    return replace(method, options=replace(method.options, overlap=True, rerank=0))
 
 
 def _predicted_s(planned: PlannedStep) -> float:

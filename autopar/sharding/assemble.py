@@ -61,6 +61,7 @@ class MeshDecision:
     solver: SolverReport
     warnings: Sequence[str]
     budget_bytes: float | None = None
+    hidden_s: float | None = None
 
 
 def mesh_plan(
@@ -98,6 +99,7 @@ def mesh_plan(
         correction=options_of(method).memory_correction,
         details=decision.details,
         host=host_memory(step, mesh, in_layouts),
+        hidden_s=decision.hidden_s,
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
     )
@@ -139,6 +141,7 @@ def sharded_decision(
         solver=_solver_report(step, sharding, report, seconds),
         warnings=(*unruled, *_too_large(mesh, sharding.memory.peak_bytes)),
         budget_bytes=budget_bytes,
+        hidden_s=sharding.hidden_s,
     )
 
 
@@ -148,7 +151,10 @@ def _solver_report(
     stats = sharding.stats
     layouts = [_layout_made(sharding, value) for value in sharding.graph.inputs]
     objective = (
-        report.compute_s + report.communication_s + _transfer_s(step, sharding.mesh, layouts)
+        report.compute_s
+        + report.communication_s
+        - (sharding.hidden_s or 0.0)
+        + _transfer_s(step, sharding.mesh, layouts)
     )
     return SolverReport(
         objective=objective,

@@ -71,6 +71,7 @@ class Origin:
     change:  what becomes of the graph before it is solved; a stage's holds several micro-batches.
     layouts: value -> where it lies, of a plan whose choice is not known.
     notes:   what is not known of how the plan was made, in words.
+    overlaps: collectives run under compute.
     """
 
     traced: TracedStep
@@ -87,6 +88,7 @@ class Origin:
     change: GraphChange | None = None
     layouts: Mapping[str, Layout] | None = None
     notes: tuple[str, ...] = ()
+    overlaps: bool = False
 
     @property
     def options(self) -> ShardingOptions:
@@ -119,7 +121,7 @@ class Origin:
         self, graph: Graph, allowed: Allowed, keep: StrategyFilter | None
     ) -> ShardingProblem:
         folded = folded_for(graph, allowed, fold=self.options.fold_layers)
-        return problem_on_mesh(folded, self.mesh, allowed, keep)
+        return problem_on_mesh(folded, self.mesh, allowed, keep, self.overlaps)
 
     def problem_classes(self, graph: Graph) -> list[int]:
         """Classes of the graph's nodes, without constraints."""
@@ -158,6 +160,7 @@ class Origin:
                 solver=options.solver,
                 time_limit_s=options.solver_time_limit_s,
                 fold=options.fold_layers,
+                overlaps=self.overlaps,
             )
 
         try:
@@ -249,6 +252,7 @@ def bound_origin(
         change=change,
         layouts={t.path: t.layout for t in (*plan.inputs, *plan.named)},
         notes=notes,
+        overlaps=plan.hidden_s is not None,
     )
 
 

@@ -77,6 +77,7 @@ class ShardingTask:
     cutoff:      seconds of a plan at hand: among plans that take as long, any will do.
     first_price: per byte, at which a similar step fitted; 0 if unknown.
     enough:      among plans that fit, the first that is so good will do; None for the best.
+    overlaps:    count that collectives run under compute; not in a stage, whose programs are short.
     """
 
     step: TracedStep
@@ -93,6 +94,7 @@ class ShardingTask:
     cutoff: float = inf
     first_price: float = 0.0
     enough: Enough | None = None
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ def solution_as(problem: MeshProblem, best: GraphSharding) -> MeshSolution:
         price=best.price_per_byte,
         built=problem.built,
         change=task.change,
+        overlaps=best.problem.hidden is not None,
     )
     return MeshSolution(origin, best, problem.warnings)
 
@@ -374,6 +377,7 @@ def _sharding_on(
         time_limit_s=deadline.seconds(options.solver_time_limit_s, max(0.5, 0.9 / num_left)),
         folded=problem.folded,
         cutoff=cutoff,
+        overlaps=problem.task.overlaps,
     )
 
 

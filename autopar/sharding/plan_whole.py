@@ -103,6 +103,7 @@ class WholeStep:
             in_full=in_full,
             every_order=in_full or every_order or not step.remat,
             cutoff=self.cutoff,
+            overlaps=options_of(self.method).overlap,
         )
         return plan_mesh(task, self.log)
 

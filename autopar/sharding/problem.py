@@ -2,7 +2,7 @@
 
 Node costs are compute; edge costs are resharding, including the reduction of partial sums
 (resharding from a partial layout). Nodes of one class (see `fold`) share one decision, so the costs
-of all members add up.
+of all members add up. What runs under compute is taken off (`overlap`), if that is asked for.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from autopar.errors import SolverError
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
+from autopar.sharding.limit import Limit
+from autopar.sharding.overlap import Hideable, hidden, hideable, hides_collectives, rooms
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
@@ -50,6 +52,7 @@ class ShardingProblem:
     pairwise: PairwiseProblem
     # What was tried under memory budgets, for the same problem with another budget or other lives.
     tried: Tried = field(default_factory=Tried)
+    hidden: Limit | None = None  # seconds under compute, taken off `pairwise`; None if not asked
 
     @property
     def work_s(self) -> float:
@@ -108,6 +111,16 @@ class FoldedGraph:
                 counts[classes[u], classes[v], result, STATE_EDGE, True] += 1.0
         return counts
 
+    @cached_property
+    def hideable(self) -> list[tuple[tuple[int, int, int, int, bool], Hideable]]:
+        """(an edge, a collective of one of its members that may run under compute)."""
+        graph, classes = self.graph, self.classes
+        found = []
+        for one in hideable(graph):
+            u, result = graph.producer[graph.nodes[one.node].operands[one.position]]
+            found.append(((classes[u], classes[one.node], result, one.position, True), one))
+        return found
+
 
 def build_problem(
     graph: Graph,
@@ -120,8 +133,13 @@ def build_problem(
 
 
 def problem_on_mesh(
-    folded: FoldedGraph, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None = None
+    folded: FoldedGraph,
+    mesh: LogicalMesh,
+    allowed: Allowed,
+    keep: StrategyFilter | None = None,
+    overlaps: bool = False,
 ) -> ShardingProblem:
+    """`overlaps`: collectives run under compute, where the devices allow it."""
     graph = folded.graph
     strategies: dict[int, list[Strategy]] = {}
     costs: dict[int, np.ndarray] = {}
@@ -150,11 +168,35 @@ def problem_on_mesh(
             ],
             axis=0,
         )
-    pairwise = PairwiseProblem(costs)
-    for u, v, matrix in _edges(folded, mesh, strategies):
-        pairwise.add_edge(u, v, matrix)
+    room: dict[tuple[int, int, int, int, bool], list[float]] = defaultdict(list)
+    if overlaps := overlaps and hides_collectives(mesh):
+        seconds = rooms(graph, mesh, [one for _, one in folded.hideable])
+        for (key, _), room_s in zip(folded.hideable, seconds, strict=True):
+            room[key].append(room_s)
+    pairwise, taken_off = PairwiseProblem(costs), PairwiseProblem({})
+    for key, matrix, weight in _edges(folded, mesh, strategies):
+        u, v, *_ = key
+        pairwise.add_edge(u, v, matrix * weight)
+        under_compute = hidden(matrix, room[key]) if key in room else None
+        if under_compute is not None:
+            pairwise.add_edge(u, v, -under_compute)
+            taken_off.costs.setdefault(u, np.zeros(len(strategies[u])))
+            taken_off.add_edge(u, v, under_compute)
     representative = {owner: indices[0] for owner, indices in folded.members.items()}
-    return ShardingProblem(graph, mesh, folded.classes, representative, strategies, pairwise)
+    return ShardingProblem(
+        graph,
+        mesh,
+        folded.classes,
+        representative,
+        strategies,
+        pairwise,
+        hidden=_limit(taken_off) if overlaps else None,
+    )
+
+
+def _limit(function: PairwiseProblem) -> Limit:
+    edges = {(u, v): m for u, row in function.edges.items() for v, m in row.items() if u < v}
+    return Limit({u: cost for u, cost in function.costs.items() if cost.any()}, edges)
 
 
 def _price_key(node: Node) -> tuple:
@@ -245,12 +287,14 @@ def node_costs(
 
 def _edges(
     folded: FoldedGraph, mesh: LogicalMesh, strategies: dict[int, list[Strategy]]
-) -> Iterator[tuple[int, int, np.ndarray]]:
+) -> Iterator[tuple[tuple[int, int, int, int, bool], np.ndarray, float]]:
+    """(edge, seconds of one collective, how many there are)."""
     graph, members = folded.graph, folded.members
     # Edges of equal ops have equal tables: by the ops' strategies, and what is resharded.
     known: dict[tuple, np.ndarray] = {}
     partial_of: dict[tuple[int, int], bool] = {}
-    for (u, v, result, position, deferred), weight in folded.edges.items():
+    for edge, weight in folded.edges.items():
+        u, v, result, position, deferred = edge
         producer = graph.nodes[members[u][0]]
         consumer = graph.nodes[members[v][0]]
         info = graph.values[producer.results[result]]
@@ -271,4 +315,8 @@ def _edges(
                 columns = [table.index[s.operands[position]] for s in read]
             matrix = np.minimum(table.cost_s[np.array(rows)[:, None], columns], FORBIDDEN)
             known[key] = matrix
-        yield u, v, matrix * weight
+        if producer.name == "rev" and consumer.name == "conv_general_dilated":
+            # XLA knows the gradient of a strided convolution by its reversed filter. With a
+            # collective between the two, it would multiply all the zeros of a dilated image.
+            matrix = np.where(matrix > 0, FORBIDDEN, matrix)
+        yield edge, matrix, weight

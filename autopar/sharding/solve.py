@@ -94,6 +94,12 @@ class GraphSharding:
         return tuple((s.operands, s.results) for s in self.strategies)
 
     @property
+    def hidden_s(self) -> float | None:
+        """Seconds of its collectives that run under compute; None if that was not asked."""
+        hidden = self.problem.hidden
+        return None if hidden is None else hidden.value(self.choice)
+
+    @property
     def floor(self) -> float:
         """What it costs; no more than that if it is rough."""
         return self.lower_bound if self.is_rough else self.objective
@@ -122,6 +128,7 @@ def solve_graph(
     small: int = SMALL,
     rest_gap: float = 0.0,
     cutoff: float = inf,
+    overlaps: bool = False,
 ) -> GraphSharding:
     """pins:     value -> the layout that its producer must give it.
     allowed:  value -> the layouts that its producer may give it.
@@ -131,14 +138,14 @@ def solve_graph(
     small:    edge entries up to which that is done in any case.
     rest_gap: good enough to leave out the integer programme after contraction.
     cutoff:   once nothing can cost less, any solution will do.
+    overlaps: collectives of weights and gradients run under compute, where the devices allow it.
     """
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
     folded = folded_for(graph, allowed, fold=fold, folded=folded)
     clock.lap("fold")
-    problem = problem_on_mesh(folded, mesh, allowed, keep)
-    num_strategies = sum(len(s) for s in problem.strategies.values())
+    problem = problem_on_mesh(folded, mesh, allowed, keep, overlaps)
     clock.lap("costs")
     reduction = reduce_problem(problem.pairwise.copy())
     clock.lap("reduce")
@@ -152,7 +159,7 @@ def solve_graph(
     stats = SolveStats(
         num_nodes=len(graph.nodes),
         num_classes=len(problem.strategies),
-        num_strategies=num_strategies,
+        num_strategies=sum(len(s) for s in problem.strategies.values()),
         num_core_nodes=core_nodes,
         num_variables=result.num_variables,
         num_constraints=result.num_constraints,
@@ -163,21 +170,23 @@ def solve_graph(
     sharding = GraphSharding(
         problem, choice, result.objective, result.lower_bound, stats, is_rough=is_rough
     )
-    if debugs("solver"):
-        tell("solver", _solver_text(sharding))
+    _tell_solver(sharding)
     return sharding
 
 
-def _solver_text(sharding: GraphSharding) -> str:
+def _tell_solver(sharding: GraphSharding) -> None:
+    if not debugs("solver"):
+        return
     stats = sharding.stats
     relaxed = "integral" if stats.relaxation_integral else "branched"
     seconds = ", ".join(f"{name} {value:.3f} s" for name, value in stats.seconds.items())
-    return (
+    tell(
+        "solver",
         f"autopar solver, mesh {sharding.mesh.shape}: {stats.num_nodes} nodes in "
         f"{stats.num_classes} classes with {stats.num_strategies} strategies; reduced to "
         f"{stats.num_core_nodes} nodes, {stats.num_variables} variables, {stats.num_constraints} "
         f"constraints ({relaxed}); objective {sharding.objective:.9g}, lower bound "
-        f"{sharding.lower_bound:.9g}, gap {sharding.gap:.2%}; {seconds}"
+        f"{sharding.lower_bound:.9g}, gap {sharding.gap:.2%}; {seconds}",
     )
 
 

@@ -121,7 +121,7 @@ def _peak_bytes(compiled: Any) -> int:
     return sizes - stats.alias_size_in_bytes
 
 
-def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
+def figures_of_plan(planned: Any, row: Row) -> dict[str, Any]:
     """The figures of XLA's programs for an autopar plan. The step of a pipeline is simulated with
     the judged time of every stage program; transfers between stages take the plan's time."""
     executable = make_executable(planned, devices_of(row))
@@ -177,7 +177,7 @@ def autopar_results(row: Row) -> list[dict[str, Any]]:
     )
     planned_s = time.perf_counter() - started
     started = time.perf_counter()
-    figures = _of_plan(planned, row)
+    figures = figures_of_plan(planned, row)
     return [
         {
             "plan": AUTOPAR,
@@ -263,7 +263,7 @@ def pipeline_results(row: Row, who: str) -> list[dict[str, Any]]:
         return [{"plan": who, "family": PIPELINES, "fits": False, "note": "none fits"}]
     expert, planned = best
     started = time.perf_counter()
-    figures = _of_plan(planned, row)
+    figures = figures_of_plan(planned, row)
     compiled_s = time.perf_counter() - started
     about = {"plan": expert.name, "family": expert.family, "compiled_s": compiled_s}
     return [{**about, **_plan_words(planned.plan), **figures}]

@@ -191,6 +191,7 @@ OPTIONS = {
     "host_memory": "never",
     "memory_correction": MemoryCorrection(1.1),
     "remat": "none",
+    "overlap": True,
     "rerank": 2,
     "rerank_by": "program",
     "xla_options": {"xla_gpu_x": True},
