@@ -11,7 +11,8 @@ The rest follows from the equations before and after the loop over micro-batches
 (elementwise ones, means over other dimensions) a row of the result comes from the same rows of the
 operands, so all have the same parts. Sums over all rows (the norm of all gradients) are summed in
 each part first. Anything else reads the parts put together again, which is right, but has to be
-sent; state that is updated so (sorted along layers, say) stays whole, on one stage.
+sent; state that is updated so (sorted along layers, say) stays whole, on one stage. State that the
+layers replace themselves, put together row by row after the loop, has the parts of its readers.
 """
 
 from __future__ import annotations
@@ -230,6 +231,20 @@ class _PartFinder:
                         self.join(operand, equation.results[0])
             elif equation.name == "concatenate":  # of gradients, row by row: it is its own group
                 self.root(equation.results[0])
+        self.join_state_of_new_rows()
+
+    def join_state_of_new_rows(self) -> None:
+        """State that the layers themselves replace row by row (a cache) goes with its new rows."""
+        inputs, outputs = self.program.inputs, self.program.outputs
+        taken = {self.root(v) for v in (*inputs, *(v for v, _ in self.program.captured))}
+        for index, equation in enumerate(self.program.equations):
+            of_rows = equation.name == "concatenate" or _rows_of(equation, self.avals) is not None
+            if index == self.loop or not of_rows:
+                taken.update(map(self.root, equation.results))
+        for i, o in self.step.state:
+            output = outputs[o]
+            if isinstance(output, int) and self.root(output) not in taken:
+                self.join(inputs[i], output)
 
     def root(self, value: int) -> int:
         while (other := self.group.setdefault(value, value)) != value:

@@ -358,6 +358,17 @@ def by_period(params: Any, batch: Any) -> Any:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+def every_fourth(params: Any, batch: Any) -> Any:
+    """Groups of three layers, scanned inside the scan, and one of another kind."""
+
+    def group(x: Any, own: Any) -> tuple[Any, None]:
+        x = forward(own["local"], x)
+        return x + jax.nn.gelu(x @ own["global"]["w"]) @ own["global"]["w"].T, None
+
+    x, _ = jax.lax.scan(group, batch["x"], params)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def half_precision(params: Any, batch: Any) -> Any:
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
     return loss_of(half, batch)
@@ -381,20 +392,56 @@ WRITTEN: Mapping[str, tuple[Callable[[Any, Any], Any], Callable[[], Any]]] = {
     "own inputs": (with_inputs_of_their_own, stacked),
     "of scans": (
         scan_of_scans,
-        lambda: jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), stacked()),
+        lambda: jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), stacked(8)),
+    ),
+    "every fourth": (
+        every_fourth,
+        lambda: {
+            "local": jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]), stacked(12, 6)),
+            "global": stacked(seed=7),
+        },
     ),
     "by period": (by_period, lambda: {"even": stacked(seed=6), "odd": stacked(seed=7)}),
     "half precision": (half_precision, stacked),
 }
 
 
-@pytest.mark.representatives("of scans", "by period")
+@pytest.mark.representatives("of scans-2", "by period-2", "every fourth-4")
+@pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_scans(name: str) -> None:
+def test_scans(name: str, num_stages: int) -> None:
     loss, params = WRITTEN[name]
-    plan = trained(optax.adam(1e-2), params(), 2, loss, rtol=1e-3, atol=1e-4)
+    plan = trained(optax.adam(1e-2), params(), num_stages, loss, rtol=1e-3, atol=1e-4)
     if name != "several":
         assert splits(plan)
+
+
+@pytest.mark.representatives("4")
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_cache_per_layer(num_stages: int) -> None:
+    """Each layer reads its row of a running mean and returns a new one, as it does its weights."""
+    optimizer = optax.adam(1e-2)
+
+    def loss(params: Any, cache: Any, batch: Any) -> Any:
+        def one(x: Any, own: Any) -> tuple[Any, Any]:
+            weights, mean = own
+            x, _ = layer(x + mean, weights)
+            return x, 0.9 * mean + 0.1 * jnp.mean(x, axis=0)
+
+        x, cache = jax.lax.scan(one, batch["x"], (params, cache))
+        return jnp.mean((x - batch["y"]) ** 2), cache
+
+    def step(state: Any, batch: Any) -> Any:
+        run = jax.value_and_grad(loss, has_aux=True)
+        (value, cache), grads = run(state["params"], state["cache"], batch)
+        updates, opt = optimizer.update(grads, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt, "cache": cache}, value
+
+    state = {**state_of(optimizer, stacked()), "cache": jnp.zeros((NUM_LAYERS, WIDTH))}
+    plan = check(step, state, pipeline(num_stages)).last_executable.plan
+    assert set(splits(plan).values()) == {(NUM_LAYERS // num_stages,) * num_stages}
+    assert "state['cache']" in splits(plan) and "state['params']['w']" in splits(plan)
 
 
 @pytest.mark.slow
