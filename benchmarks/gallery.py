@@ -47,7 +47,8 @@ timeline by layer, how every array is split over the mesh, what limits the step,
 baselines beside it. Nothing was compiled or run: steps are predictions from the data sheet, which
 assume no overlap of communication with compute. A plan fits if it leaves a tenth of a device's
 memory free; a baseline takes the fewest micro-batches that make it fit, or recomputes its layers,
-whichever is faster.
+whichever is faster. ZeRO-3 keeps the weights it has gathered until the backward pass; an FSDP that
+gathers them twice fits where it does not.
 """
 
 
