@@ -104,6 +104,8 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "jax._src.state.types.AbstractRef",
         "jax._src.xla_bridge.backends_are_initialized",
         "jax._src.xla_bridge.get_backend",
+        "jax.experimental.layout.Layout",
+        "jax.experimental.layout.with_layout_constraint",
         "jax.extend.core.Primitive.bind",
         "jax.extend.core.Primitive.def_abstract_eval",
         "jax.extend.core.Primitive.def_effectful_abstract_eval",

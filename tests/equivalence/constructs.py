@@ -15,6 +15,7 @@ import autopar
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program_sharding import EquationSharding, ProgramSharding
+from autopar.rewrite.scan_residuals import thin_scans
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 
@@ -95,7 +96,7 @@ def free_sizes(node: Node) -> list[int]:
 def split_ways(step: autopar.ParallelFunction, fn: Callable[..., Any], *args: Any) -> Any:
     """For each operator of the step that was run last, over how many devices it was split: (name,
     ways), operators in the bodies of loops included."""
-    program = trace_step(fn, args).program
+    program = thin_scans(trace_step(fn, args)).program
     found: list[tuple[str, int]] = []
 
     def visit(program: Any, sharding: ProgramSharding) -> None:

@@ -44,9 +44,9 @@ ERRORS = {
     "another_constant": ("PlanError", "process 1: constants is", "PlanError", "constants is"),
     "another_method": (
         "PlanError",
-        "process 1: method is 'DataParallel(",
+        'process 1: method is "DataParallel(',
         "PlanError",
-        "method is 'DataParallel(",
+        'method is "DataParallel(',
     ),
     "another_plan": (
         "PlanError",
