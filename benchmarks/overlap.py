@@ -1,6 +1,6 @@
 """Plans with and without overlap in their prices, compiled for eight H100s and judged.
 
-    python -m benchmarks.overlap [--rows gpt-2.6b,wresnet-2b]
+    python -m benchmarks.overlap [--model gpt-2.6b wresnet-2b]
 
 plans each model twice, with `ShardingOptions(overlap=False)` and `True`, compiles both for GPUs
 that need not be there (`pip install 'autopar[verify]'`), and prints what the judge reads from XLA's
@@ -9,10 +9,9 @@ schedules, as a table. Two layers of each transformer, one block per stage of a 
 
 from __future__ import annotations
 
-import argparse
-
 import autopar
 from autopar.compiler import plan_step
+from benchmarks.script import check_names, command_line, script_parser, write_json
 from benchmarks.suite.cases import Row, example_of
 from benchmarks.suite.compiling import cluster_of, figures_of_plan
 
@@ -27,20 +26,24 @@ _TITLES = ("model", "step", "with overlap", "exposed", "with overlap")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", default="", help="names of models, separated by commas")
-    wanted = [name for name in parser.parse_args().rows.split(",") if name]
+    parser = script_parser(__doc__)
+    parser.add_argument("--model", nargs="+", default=(), metavar="NAME", help="only these")
+    options = parser.parse_args()
+    check_names(parser, "--model", options.model, [row.model for row in ROWS])
+    rows: dict[str, list[dict[str, float]]] = {}
     print("| " + " | ".join(_TITLES) + " |")
     print("|---|---|---|---|---|")
     for row in ROWS:
-        if wanted and row.model not in wanted:
+        if options.model and row.model not in options.model:
             continue
-        steps, exposed = [], []
-        for overlap in (False, True):
-            figures = _judged(row, overlap)
-            steps.append(f"{figures['step_ms']:.2f} ms")
-            exposed.append(f"{figures['exposed_ms']:.2f} ms")
-        print(f"| {row.model} | " + " | ".join((*steps, *exposed)) + " |", flush=True)
+        both = rows[row.model] = [_judged(row, overlap) for overlap in (False, True)]
+        cells = [f"{one[key]:.2f} ms" for key in ("step_ms", "exposed_ms") for one in both]
+        print(f"| {row.model} | " + " | ".join(cells) + " |", flush=True)
+        if options.json:
+            write_json(
+                options.json,
+                {"command": command_line("benchmarks.overlap", FILE=options.json), "rows": rows},
+            )
 
 
 def _judged(row: Row, overlap: bool) -> dict[str, float]:
