@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,6 +207,16 @@ def test_cast_parameters_with_micro_batches(one_device, batch) -> None:
     check_parameters_on_host(step, train_step, state, batch)
 
 
+def saved_and_restored(state: Any, folder: Path) -> Any:
+    """The state from a checkpoint of it, in the same memory."""
+    autopar.save_checkpoint(folder, state, 1)
+    restored = autopar.restore_checkpoint(folder, state)
+    for got, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        assert got.sharding.memory_kind == wanted.sharding.memory_kind
+    return restored
+
+
 def test_cast_parameters_made_saved_and_evaluated(one_device, batch, tmp_path) -> None:
     train_step, state = step_of(CLIPPED, narrow_loss_of), make_state(CLIPPED)
     step = planned(train_step, state, batch, ShardParallel(options=budget(state, 0.5, 1)))
@@ -215,11 +228,7 @@ def test_cast_parameters_made_saved_and_evaluated(one_device, batch, tmp_path) -
     made, loss = step(made, batch)
     _, expected = jax.jit(train_step)(state, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    autopar.save_checkpoint(tmp_path / "checkpoint", made, 1)
-    restored = autopar.restore_checkpoint(tmp_path / "checkpoint", made)
-    for got, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(made), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
-        assert got.sharding.memory_kind == wanted.sharding.memory_kind
+    restored = saved_and_restored(made, tmp_path / "checkpoint")
     evaluate = autopar.parallelize(
         lambda state, batch: narrow_loss_of(state["params"], batch), method=FollowParallel(step)
     )
@@ -260,11 +269,7 @@ def test_state_made_saved_and_evaluated(one_device, batch, tmp_path) -> None:
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert all(leaf.is_deleted() for leaf in again if leaf.sharding.memory_kind == "pinned_host")
 
-    autopar.save_checkpoint(tmp_path / "checkpoint", made, 1)
-    restored = autopar.restore_checkpoint(tmp_path / "checkpoint", made)
-    for got, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(made), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
-        assert got.sharding.memory_kind == wanted.sharding.memory_kind
+    restored = saved_and_restored(made, tmp_path / "checkpoint")
 
     evaluate = autopar.parallelize(
         lambda state, batch: loss_of(state["params"], batch), method=FollowParallel(step)
