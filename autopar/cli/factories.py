@@ -165,10 +165,11 @@ def _load_file(path: Path) -> ModuleType:
     for folder in (str(path.parent), os.getcwd()):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    name = path.stem if path.stem not in sys.modules else f"autopar_user_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
+    own, ours = path.stem, f"autopar_user_{path.stem}"
+    for known in (sys.modules.get(own), sys.modules.get(ours)):
+        if known is not None and getattr(known, "__file__", None) == str(path):
+            return known
+    name = own if own not in sys.modules else ours
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,15 @@ def test_a_file_that_cannot_be_imported(tmp_path) -> None:
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_file_is_run_once() -> None:
-    assert load_object(f"{FILE}:make_step") is load_object(f"{FILE}:make_step")
+@pytest.mark.parametrize("stem", ["run_once_of_tests", "json"])
+def test_a_file_is_run_once(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that shares its name with a module that is imported already."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / f"{stem}.py"
+    path.write_text("def make_step():\n    pass\n")
+    first = load_object(f"{path}:make_step")
+    assert load_object(f"{path}:make_step") is first
+    assert load_object(f"{path}:make_step") is first
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
