@@ -26,6 +26,8 @@ _READS_MEMORY = UNFUSED - _FUSED_SLICES
 # readers: one forward, and backward the slope and its factors.
 _EXPENSIVE = 20.0
 _CROSSING_READERS = 4
+# cuBLAS wants dimensions of these types in multiples of 8.
+_PADDED_TYPES, _PADDED_TO = ("bfloat16", "float16"), 8
 _MAX_SEEN = 32  # values, in a search through elementwise readers
 
 
@@ -44,6 +46,8 @@ class Fusion:
     readers:    value -> its readers, those of its views among them.
     epilogues:  addition or multiplication -> the product that it is a part of.
     transposed: values written by elementwise ops with a transpose among them.
+    padded:     values that products of 16-bit numbers read with zeros at the end of a dimension.
+                Other readers do not read that array.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Fusion:
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
         self._scatters = scatters
+        self.scattered_into = frozenset(scatters.values())
         self._folded = {**scatters, **products}
         self.epilogues = {index: product for product, index in products.items()}
         self.readers: dict[int, list[ValueReader]] = {}
@@ -68,6 +73,7 @@ class Fusion:
         self.transposed: set[int] = set()
         self._zero_types = self._scattered_zeros()
         self._find_readers()
+        self.padded = self._find_padded()
         self.written = self._find_written()
 
     # -- kinds of nodes
@@ -236,6 +242,27 @@ class Fusion:
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
             count = max(count, _CROSSING_READERS)
         return (count - 1) * recompute > (count + 1) * size
+
+    def _find_padded(self) -> set[int]:
+        flow = self.flow
+        padded: set[int] = set()
+        for node in flow.nodes:
+            if node.name != "dot_general" or len(node.operands) != 2:
+                continue
+            kept = {f for dims in node.rule.results for factors in dims for f in factors}
+            one, other = ({f for factors in dims for f in factors} for dims in node.rule.operands)
+            batch = one & other & kept
+            for operand, dims in zip(node.operands, node.rule.operands, strict=True):
+                value = flow.values[operand]
+                if value.dtype not in _PADDED_TYPES:
+                    continue
+                sizes = {True: 1, False: 1}  # of the dimensions that are kept, and of the others
+                for size, factors in zip(value.shape, dims, strict=True):
+                    if batch.isdisjoint(factors):
+                        sizes[not kept.isdisjoint(factors)] *= size
+                if any(size % _PADDED_TO for size in sizes.values()):
+                    padded.add(flow.source(operand))
+        return padded
 
     def _scattered_zeros(self) -> frozenset[Type]:
         """Types of the zeros that scatters add to. XLA merges all zeros of one type, and what one

@@ -4,8 +4,9 @@
 XLA is known to run it elsewhere (`run_order`). The model follows how XLA compiles for GPUs:
 
 - *Fusion.* A value that readers recompute needs its sources until its last reader runs, which is
-  why few activations survive until the backward pass. An elementwise kernel and the one that reads
-  its result become one (`merge_kernels`), as do those that read the same zeros (`merge_siblings`).
+  why few activations survive until the backward pass; so do the sources of one that products read
+  with zeros added (`Fusion.padded`). An elementwise kernel and the one that reads its result become
+  one (`merge_kernels`), as do those that read the same zeros (`merge_siblings`).
 - *Donation.* Updated state takes over the buffer of the old state; an elementwise result that of an
   operand it is the last to read, and a scatter or an update of a slice that of the array it changes
   (`reuse_buffers`).
@@ -144,7 +145,7 @@ class _Sweep:
 
     def last_needed(self) -> tuple[list[int], dict[int, int]]:
         """(per node, until when its operands are needed; per value, until when it is needed)."""
-        written = self.fusion.written
+        written, padded = self.fusion.written, self.fusion.padded
         node_ends = [0] * len(self.nodes)
         ends: dict[int, int] = {}
         for index in range(len(self.nodes) - 1, -1, -1):
@@ -153,6 +154,9 @@ class _Sweep:
             if written.isdisjoint(node.results):
                 for value in node.results:
                     end = max(end, ends.get(value, end))
+            elif not padded.isdisjoint(node.results) and self.fusion.is_elementwise(index):
+                readers = (r for value in node.results for r in self.readers.get(value, ()))
+                end = max([end, *(node_ends[r.node] for r in readers if not r.unfused)])
             node_ends[index] = end
             for value in node.operands:
                 needed = self.after_loops(value, index, end) if self.loops else end
@@ -195,6 +199,8 @@ class _Sweep:
         for value in sorted(fusion.written, reverse=True):
             index = self.producer[value]
             if not fusion.is_elementwise(index) or flow.finished(value) in fusion.in_place:
+                continue
+            if index in fusion.scattered_into:  # the scatter comes between
                 continue
             for made in sorted(reading.get(value, ())):
                 last = self.producer[made]
@@ -244,9 +250,8 @@ class _Sweep:
 
     def reuse_buffers(self, ends: dict[int, int]) -> None:
         """An elementwise result takes over the buffer of an operand of equal size if it is the last
-        to read it, unless that is a product, or its kernel also sums up that operand
-        (`is_summed_with`). What changes part of an array takes over that array, and a product that
-        is added to an array takes over this one."""
+        to read it, unless that is a product. What changes part of an array takes over that array,
+        and a product that is added to an array takes over this one."""
         fusion, flow = self.fusion, self.flow
         made_with: dict[int, set[int]] = {}  # value -> what others of its kernel are made of
         for value, made in self.merged.items():
@@ -275,30 +280,15 @@ class _Sweep:
                     continue
                 maker = flow.maker(source)
                 same_size = self.values[source].num_bytes == self.values[value].num_bytes
-                if maker.is_heavy and not (
+                is_product = maker.is_heavy or self.producer[source] in fusion.epilogues
+                if is_product and not (
                     changes or node.region == UPDATE or index in fusion.epilogues
                 ):
                     continue  # kernels of the update run one after another, and free what they read
                 if maker.kind is not NodeKind.INPUT and same_size and ends.get(source) == time:
-                    if changes or not (
-                        self.is_summed_with(value, source) or self.is_normalized(value, source)
-                    ):
+                    if changes or not self.is_normalized(value, source):
                         ends[source] = time - 1
                     break
-
-    def is_summed_with(self, value: int, source: int) -> bool:
-        """Whether the same kernel also sums up a source of an elementwise value: the reduction and
-        the value do not wait for each other. Then threads would read what others overwrite, and
-        each needs its own buffer (the logits, their gradient and the pick of the target's logit).
-        A value that is itself summed up shares a kernel with that sum instead."""
-        fusion = self.fusion
-        if any(self.nodes[index].name in REDUCTIONS for index in fusion.fused_readers(value)):
-            return False
-        made = self.producer[value]
-        return any(
-            self.nodes[index].name in REDUCTIONS and not fusion.waits_for(made, index)
-            for index in fusion.fused_readers(source)
-        )
 
     def is_normalized(self, value: int, source: int) -> bool:
         """Whether a value is made of a source and of sums over the source's rows, as a softmax and

@@ -27,6 +27,21 @@ def test_nothing_takes_over_the_buffer_of_a_product() -> None:
     assert end == start
 
 
+def test_nothing_takes_over_a_product_that_a_bias_was_added_to() -> None:
+    """cuBLAS adds the bias, and returns the sum with a workspace too."""
+
+    def loss_of(w, x):
+        return jnp.sum(jnp.exp(x @ w["a"] + w["b"]) @ w["c"])
+
+    graph = graph_of(
+        train(loss_of), {"a": array(8, 64), "b": array(64), "c": array(64, 8)}, array(32, 8)
+    )
+    lives = lives_by_op(graph)
+    (sum_,) = [one for one in lives["add"] if one[2] == (32, 64)]
+    (made,) = [one for one in lives["exp"] if one[2] == (32, 64)]
+    assert sum_[1] == made[0]
+
+
 def test_an_elementwise_kernel_and_the_one_that_reads_it_are_one() -> None:
     """What the first reads is in memory beside both results."""
 
@@ -43,30 +58,25 @@ def test_an_elementwise_kernel_and_the_one_that_reads_it_are_one() -> None:
     assert sum(end == mul for _, end, _ in lives["dot_general"]) == 2
 
 
-def test_a_gradient_is_not_made_in_place_of_logits_that_its_kernel_also_sums() -> None:
-    """Picking the target's logit waits for nothing, so XLA puts it into the kernel that makes the
-    gradient. A bias's gradient, if there is one, is there instead, and the buffer is shared."""
-
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_gradient_is_not_made_in_place_of_logits(with_bias: bool) -> None:
+    """Logits are a product, with or without a bias."""
     classes = 2**15  # no Triton kernel takes such a row as a whole
 
-    def overlap(with_bias: bool) -> bool:
-        def loss_of(w, x):
-            logits = x @ w["w"] + (w["b"] if with_bias else 0.0)
-            is_target = jnp.arange(classes) == 3
-            target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-            return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
+    def loss_of(w, x):
+        logits = x @ w["w"] + (w["b"] if with_bias else 0.0)
+        is_target = jnp.arange(classes) == 3
+        target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
 
-        weights = {"w": array(32, classes), "b": array(classes)}
-        graph = graph_of(train(loss_of), weights, array(128, 32))
-        found = sorted(
-            (life.start, life.end)
-            for life in graph.liveness.lives
-            if graph.values[life.value].shape == (128, classes)
-        )
-        assert len(found) == 2
-        return found[0][1] >= found[1][0]
-
-    assert overlap(with_bias=False) and not overlap(with_bias=True)
+    weights = {"w": array(32, classes), "b": array(classes)}
+    graph = graph_of(train(loss_of), weights, array(128, 32))
+    logits, gradient = sorted(
+        (life.start, life.end)
+        for life in graph.liveness.lives
+        if graph.values[life.value].shape == (128, classes)
+    )
+    assert logits[1] >= gradient[0]
 
 
 def test_a_scatter_changes_its_array_in_place() -> None:
@@ -74,6 +84,24 @@ def test_a_scatter_changes_its_array_in_place() -> None:
     lives = lives_by_op(graph)
     ((_, end, _),), ((start, _, _),) = lives["dot_general"], lives["scatter-add"]
     assert end < start
+
+
+def test_a_kernel_does_not_run_with_one_that_reads_what_a_scatter_changed() -> None:
+    """The gradient of a picked logit is scattered into that of the softmax before it is cast: the
+    logits are no longer needed then."""
+
+    def loss_of(w, x):
+        logits = (x @ w).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, jnp.zeros((4096, 1), int), axis=-1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+    bf16 = jnp.bfloat16
+    graph = graph_of(train(loss_of), array(64, 1024, dtype=bf16), array(4096, 64, dtype=bf16))
+    lives = lives_by_op(graph)
+    (logits,) = [one for one in lives["dot_general"] if one[2] == (4096, 1024)]
+    (gradient,) = [one for one in lives["add_any"] if one[2] == (4096, 1024)]
+    (cast,) = [one for one in lives["convert_element_type"] if one[2] == (4096, 1024)]
+    assert logits[1] == gradient[0] < cast[0] == gradient[1]
 
 
 @pytest.mark.parametrize("columns", [1024, 2**15])
@@ -241,3 +269,29 @@ def test_a_kernel_with_another_order_of_dimensions_copies_a_product(overlaps: bo
     assert gradient.count == 2 and wide.end == gradient.start
     # The weights are made once for both passes on several devices, and twice on one.
     assert len(large["convert_element_type", "bfloat16"]) == (1 if overlaps else 2)
+
+
+@pytest.mark.parametrize("classes", [1024, 1021])
+def test_what_a_product_reads_padded_is_computed_again_for_a_sum(classes: int) -> None:
+    """cuBLAS wants multiples of 8 in bfloat16, so the gradient of 1,021 logits is written with
+    zeros added, and the bias's gradient is a sum over the logits, not over that array."""
+
+    def loss_of(w, x):
+        h = jnp.tanh(x @ w["a"].astype(jnp.bfloat16))
+        logits = h @ w["w"].astype(jnp.bfloat16) + w["b"].astype(jnp.bfloat16)
+        return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+
+    weights = {"a": array(64, 64), "w": array(64, classes), "b": array(classes)}
+    x = array(4096, 64, dtype=jnp.bfloat16)
+    graph = graph_of(train(loss_of), weights, x, overlaps=True)
+    shape = (4096, classes)
+    logits, gradient = sorted(
+        (life for life in graph.liveness.lives if graph.values[life.value].shape == shape),
+        key=lambda life: life.start,
+    )
+    bias = max(
+        graph.liveness.times[i]
+        for i, node in enumerate(graph.nodes)
+        if node.name == "reduce_sum" and gradient.value in node.operands
+    )
+    assert bias > gradient.start and (logits.end == bias) == (classes == 1021)
