@@ -8,11 +8,15 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import TypeVar
 
 import numpy as np
 
+from autopar.ir.graph import Node, OpSize, Value
 from autopar.ir.mesh import DeviceSpec, LogicalMesh
+from autopar.ir.spec import Layout
 
 _WIDE = ("float32", "float64", "int32", "uint32", "int64", "uint64", "complex64")
 # Relative to sending a byte: too small to outweigh a collective.
@@ -34,6 +38,33 @@ def compute_s(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) ->
     """Seconds for one device's share of an op."""
     flops_per_s, bytes_per_s = rates(device, dtype)
     return max(flops / flops_per_s, num_bytes / bytes_per_s)
+
+
+def local_size(
+    array: int, dim: int, node: Node, values: Sequence[Value], mesh: LogicalMesh, layout: Layout
+) -> int:
+    """A dimension of one device's shard of the node's `array`: an operand, or a result after all
+    operands, in this layout."""
+    size = values[(*node.operands, *node.results)[array]].shape[dim]
+    for entry, ways in zip(layout, mesh.shape, strict=True):
+        if entry == dim:
+            size //= ways
+    return size
+
+
+def local_sizes(
+    node: Node,
+    work: OpSize,
+    values: Sequence[Value],
+    mesh: LogicalMesh,
+    layouts: Sequence[Layout],
+) -> list[int]:
+    """The sizes of a product, convolution or attention kernel on one device; `layouts`: of
+    operands, then of results."""
+    return [
+        max(prod(local_size(a, d, node, values, mesh, layouts[a]) for a, d in dims), 1)
+        for dims in work.sizes
+    ]
 
 
 def tie_break_s(mesh: LogicalMesh, num_bytes: _Bytes) -> _Bytes:

@@ -8,9 +8,9 @@ kind, and the bytes that the node moves (see `Traffic`) take the time of so many
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod, sqrt
+from math import sqrt
 
-from autopar.cost.compute import compute_s
+from autopar.cost.compute import compute_s, local_size, local_sizes
 from autopar.cost.measured import MeasuredCosts, measured_costs, row_bytes
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.mesh import LogicalMesh
@@ -68,19 +68,14 @@ def _work_s(
 ) -> float | None:
     work = node.work
     assert work is not None
-    arrays = (*node.operands, *node.results)
-
-    def local_size(position: int, dim: int) -> int:
-        size = values[arrays[position]].shape[dim]
-        for entry, ways in zip(layouts[position], mesh.shape, strict=True):
-            if entry == dim:
-                size //= ways
-        return size
-
-    local = [max(prod(local_size(*dim) for dim in dims), 1) for dims in work.sizes]
+    local = local_sizes(node, work, values, mesh, layouts)
     if work.kind == "product":
-        shapes = [values[array].shape for array in arrays]
-        rows = [local_size(place, len(shape) - 1) for place, shape in enumerate(shapes) if shape]
+        shapes = [values[array].shape for array in (*node.operands, *node.results)]
+        rows = [
+            local_size(place, len(shape) - 1, node, values, mesh, layouts[place])
+            for place, shape in enumerate(shapes)
+            if shape
+        ]
         rows = [row for row in rows if row > 1]  # the others are vectors
         return costs.product_s(dtype, *local, row_bytes(rows, dtype))
     if work.kind.startswith("attention"):

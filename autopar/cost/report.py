@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from autopar.cost.compute import compute_s
 from autopar.cost.halo import halo_steps
+from autopar.cost.convolution_patches import patches_s
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.ir.graph import Graph, Node, NodeKind
@@ -212,7 +213,8 @@ def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, layouts: NodeLay
         for touched, layout in zip(node.touched_bytes, all_layouts, strict=True)
     )
     dtype = graph.values[values[0]].dtype
-    return node.weight * compute_s(mesh.device, node.flops / ways, moved, dtype)
+    seconds = compute_s(mesh.device, node.flops / ways, moved, dtype)
+    return node.weight * (seconds + patches_s(node, graph.values, mesh, all_layouts, ways))
 
 
 def parallelism(layouts: NodeLayouts, mesh: LogicalMesh) -> int:

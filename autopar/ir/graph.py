@@ -89,11 +89,14 @@ class OpSize:
     forward, input-gradient, kernel-gradient: of a convolution: images, positions of the result,
                                               in and out channels, positions of the window
     attention, attention-gradient:            heads of all sequences, queries, keys, head size
+
+    `has_holes`: between the elements of a convolution's window.
     """
 
     kind: str
     sizes: tuple[tuple[tuple[int, int], ...], ...]
     is_causal: bool = False
+    has_holes: bool = False
 
 
 # Instructions on elements that take as long as moving one byte.

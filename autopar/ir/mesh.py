@@ -40,6 +40,8 @@ class DeviceSpec:
     host_link_bandwidth:  between a device and its host's memory, bytes per second each way; None
                           for PCIe gen 5.
     blocking_collectives: whether kernels wait while a collective runs, as on CPUs.
+    patch_element_s:      to gather one element of a convolution's patches, as CPUs do; None where
+                          convolutions need none.
     """
 
     name: str
@@ -54,6 +56,7 @@ class DeviceSpec:
     efficiency: float = 0.7
     host_link_bandwidth: float | None = field(default=None, metadata={"omit_none": True})
     blocking_collectives: bool | None = field(default=None, metadata={"omit_none": True})
+    patch_element_s: float | None = field(default=None, metadata={"omit_none": True})
 
     @property
     def hides_collectives(self) -> bool:
@@ -109,9 +112,12 @@ DEVICES: dict[str, DeviceSpec] = {
         DeviceSpec("h200-sxm", 989e12, 494e12, 141e9, 4.8e12, 400e9, 400e9, efficiency=0.8),
         # DGX B200: NVLink 900 GB/s each way per device, 8 × 400 Gb/s InfiniBand per host.
         DeviceSpec("b200-sxm", 2250e12, 1125e12, 180e9, 8.0e12, 800e9, 400e9),
-        # Virtual CPU devices of one process: collectives are memory copies between threads.
+        # Virtual CPU devices of one process: collectives are memory copies between threads. Where
+        # devices share cores, all figures shrink alike.
         DeviceSpec(
-            "cpu", 5e10, 5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0, blocking_collectives=True
+            *("cpu", 2.5e10, 2.5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0),
+            blocking_collectives=True,
+            patch_element_s=3e-9,
         ),
     )
 }

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.cost.compute import rates, tie_break_s
 from autopar.cost.halo import halo_s
 from autopar.cost.layer_costs import STATE_EDGE
+from autopar.cost.convolution_patches import patches_s
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.report import edge_weight
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
@@ -278,6 +279,11 @@ def node_costs(
         flops = node.flops / np.array([s.parallelism for s in strategies], dtype=float)
         flops_per_s, bytes_per_s = rates(mesh.device, dtype)
         cost += np.maximum(flops / flops_per_s, moved / bytes_per_s)
+        if node.work is not None and mesh.device.patch_element_s is not None:
+            cost += [
+                patches_s(node, graph.values, mesh, (*s.operands, *s.results), s.parallelism)
+                for s in strategies
+            ]
     if node.host_bytes and mesh.device is not None:
         cost += node.host_bytes / shards[:, -1] / mesh.device.bytes_per_s_to_host
     if node.rule.halos:

@@ -52,6 +52,8 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
     left, right, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     shapes = _shapes(equation, avals)
 
+    has_holes = prod(params["rhs_dilation"]) > 1
+
     def size(position: int, spec: Sequence[int]) -> int:
         return prod(shapes[position][d] for d in spec[2:])
 
@@ -63,7 +65,7 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
             _dims_of(0, left[:1]),
             _dims_of(2, out[1:2]),
         )
-        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])))
+        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])), has_holes=has_holes)
     if prod(params["lhs_dilation"]) > 1:
         dims = (
             _dims_of(0, left[:1]),
@@ -71,14 +73,14 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
             _dims_of(2, out[1:2]),
             _dims_of(0, left[1:2]),
         )
-        return OpSize("input-gradient", (*dims, _dims_of(1, right[2:])))
+        return OpSize("input-gradient", (*dims, _dims_of(1, right[2:])), has_holes=has_holes)
     dims = (
         _dims_of(2, out[:1]),
         _dims_of(2, out[2:]),
         _dims_of(0, left[1:2]),
         _dims_of(2, out[1:2]),
     )
-    return OpSize("forward", (*dims, _dims_of(1, right[2:])))
+    return OpSize("forward", (*dims, _dims_of(1, right[2:])), has_holes=has_holes)
 
 
 def _attention(equation: Equation) -> OpSize:
