@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost.compute import compute_s
-from autopar.cost.halo import halo_steps
 from autopar.cost.convolution_patches import patches_s
+from autopar.cost.halo import halo_steps
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.ir.graph import Graph, Node, NodeKind

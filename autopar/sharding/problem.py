@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost.compute import rates, tie_break_s
+from autopar.cost.convolution_patches import patches_s
 from autopar.cost.halo import halo_s
 from autopar.cost.layer_costs import STATE_EDGE
-from autopar.cost.convolution_patches import patches_s
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.report import edge_weight
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
