@@ -129,14 +129,17 @@ def measure(
     rounds: int = 9,
     limit_s: float = 600.0,
     method: Any = None,
+    families: Sequence[str] = (),
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """The row of one model. After half of `limit_s` no more candidates are compiled; at its end no
-    more rounds run (the first ones always do)."""
+    more rounds run (the first ones always do). `families`: of the experts to run; all, if empty."""
     load = os.getloadavg()[0]
     started = time.perf_counter()
     runners = [autopar_runner(example, devices, method)]
     experts = candidates(example, len(devices))
+    if families:
+        experts = [expert for expert in experts if expert.family in families]
     for expert in experts:
         if len(runners) > 1 and time.perf_counter() - started > limit_s / 2:
             tell(f"  {len(experts) + 1 - len(runners)} of {len(experts)} experts: no time left")
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit-s", type=float, default=600.0, help="per model")
+    parser.add_argument("--family", nargs="+", default=[], help="of experts; all by default")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     rows = []
@@ -205,6 +209,7 @@ def main() -> None:
             jax.devices(),
             rounds=options.rounds,
             limit_s=options.limit_s,
+            families=options.family,
             tell=lambda line: print(line, flush=True),
         )
         row = {"model": name, **measured}
