@@ -24,7 +24,7 @@ Collectives that leave a sum partial are added last: only a later operator finis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -70,22 +70,19 @@ def reshard_table(
     with_partial: bool = False,
     alpha_share: float = 1.0,
 ) -> ReshardTable:
-    layouts = tuple(all_layouts(shape, mesh.shape, with_partial=with_partial))
-    index = {layout: i for i, layout in enumerate(layouts)}
+    layouts = _layouts(shape, mesh.shape, with_partial)
+    steps = _all_steps(mesh.shape, mesh.forbidden, layouts, len(shape))
     count = len(layouts)
     cost = np.full((count, count), np.inf)
     np.fill_diagonal(cost, 0.0)
     first = np.tile(np.arange(count), (count, 1))
-    last: list[tuple[int, int, float]] = []
-    for i, layout in enumerate(layouts):
-        for step in _steps(mesh, layout, num_bytes, alpha_share, len(shape)):
-            j = index.get(step.target)
-            if j is None:
-                continue
-            if step.leaves_partial:
-                last.append((i, j, step.seconds))
-            else:
-                cost[i, j] = min(cost[i, j], step.seconds)
+    each_s = [
+        seconds_of(mesh, axes, num_bytes / num_shards, alpha_share)
+        for seconds_of, axes, num_shards in steps.collectives
+    ]
+    seconds = np.array([0.0, *each_s])[steps.made_of].sum(axis=1)
+    is_last = steps.leave_partial
+    np.minimum.at(cost, (steps.sources[~is_last], steps.targets[~is_last]), seconds[~is_last])
     # Rounding must not count as an improvement, nor may a real one be missed: either way `path`
     # could loop. So the tolerance is far below the cheapest step.
     positive = cost[np.isfinite(cost) & (cost > 0)]
@@ -93,11 +90,57 @@ def reshard_table(
     for k in range(count):
         through = cost[:, k, None] + cost[None, k, :]
         better = through < cost - tolerance
-        cost = np.where(better, through, cost)
-        first = np.where(better, first[:, k, None], first)
-    for i, j, seconds in last:
-        cost[i, j] = min(cost[i, j], seconds)
-    return ReshardTable(layouts, index, cost, first)
+        if better.any():
+            cost = np.where(better, through, cost)
+            first = np.where(better, first[:, k, None], first)
+    np.minimum.at(cost, (steps.sources[is_last], steps.targets[is_last]), seconds[is_last])
+    return ReshardTable(layouts, steps.index, cost, first)
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """All single steps between the layouts of a tensor, whatever its bytes: what tables of tensors
+    that can be split alike have in common.
+
+    sources, targets: layouts before and after each step.
+    made_of:          its two collectives, by number from 1 on; 0 for none.
+    leave_partial:    whether a sum is still partial after its collectives.
+    """
+
+    index: dict[Layout, int]
+    sources: np.ndarray
+    targets: np.ndarray
+    made_of: np.ndarray
+    leave_partial: np.ndarray
+    collectives: tuple[_Collective, ...]
+
+
+@lru_cache(maxsize=4096)
+def _layouts(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], with_partial: bool
+) -> tuple[Layout, ...]:
+    return tuple(all_layouts(shape, mesh_shape, with_partial=with_partial))
+
+
+@lru_cache(maxsize=1024)
+def _all_steps(
+    mesh_shape: tuple[int, ...], forbidden: frozenset[str], layouts: tuple[Layout, ...], ndim: int
+) -> _Steps:
+    index = {layout: i for i, layout in enumerate(layouts)}
+    numbers: dict[_Collective, int] = {}
+    rows: list[tuple[int, int, int, int, bool]] = []
+    for i, layout in enumerate(layouts):
+        for step in _steps(mesh_shape, forbidden, layout, ndim):
+            j = index.get(step.target)
+            if j is not None:
+                one, other = (
+                    0 if made_of is None else numbers.setdefault(made_of, len(numbers) + 1)
+                    for made_of in step.collectives
+                )
+                rows.append((i, j, one, other, step.leaves_partial))
+    table = np.array(rows, dtype=np.intp).reshape(-1, 5)
+    sources, targets, made_of, last = table[:, 0], table[:, 1], table[:, 2:4], table[:, 4]
+    return _Steps(index, sources, targets, made_of, last.astype(bool), tuple(numbers))
 
 
 def _collectives_of(before: Layout, after: Layout) -> list[Layout]:
@@ -110,8 +153,8 @@ def _collectives_of(before: Layout, after: Layout) -> list[Layout]:
     return [tuple(after[a] if a in scattered else e for a, e in enumerate(before)), after]
 
 
-def _partial_axes(mesh: LogicalMesh, layout: Layout) -> tuple[int, ...]:
-    return tuple(a for a, e in enumerate(layout) if e == PARTIAL and mesh.shape[a] > 1)
+def _partial_axes(mesh_shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    return tuple(a for a, e in enumerate(layout) if e == PARTIAL and mesh_shape[a] > 1)
 
 
 def _moved(layout: Layout, axes: Sequence[int], entry: int) -> Layout:
@@ -119,83 +162,93 @@ def _moved(layout: Layout, axes: Sequence[int], entry: int) -> Layout:
 
 
 def _is_minor(layout: Layout, axis: int, dim: int) -> bool:
-    return not any(e == dim for e in layout[axis + 1 :])
+    return dim not in layout[axis + 1 :]
+
+
+class _Collective(NamedTuple):
+    """`num_shards`: into how many parts the tensor is divided that it works on."""
+
+    seconds_of: Callable[[LogicalMesh, tuple[int, ...], float, float], float]
+    axes: tuple[int, ...]
+    num_shards: int
 
 
 class _ReshardStep(NamedTuple):
     target: Layout
-    seconds: float
+    collectives: tuple[_Collective | None, _Collective | None]
     leaves_partial: bool = False  # a collective after which a sum is still partial
 
 
 def _steps(
-    mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
+    mesh_shape: tuple[int, ...], forbidden: frozenset[str], layout: Layout, ndim: int
 ) -> list[_ReshardStep]:
-    partial = _partial_axes(mesh, layout)
+    partial = _partial_axes(mesh_shape, layout)
     steps: list[_ReshardStep] = []
     for axis, entry in enumerate(layout):
-        if mesh.shape[axis] == 1 or entry == PARTIAL:
+        if mesh_shape[axis] == 1 or entry == PARTIAL:
             continue
         free_dims = [d for d in range(ndim) if d != entry and _is_minor(layout, axis, d)]
         if entry == WHOLE:
-            steps += [_ReshardStep(_moved(layout, (axis,), d), 0.0) for d in free_dims]
+            steps += [_ReshardStep(_moved(layout, (axis,), d), (None, None)) for d in free_dims]
         elif _is_minor(layout, axis, entry):
-            steps += _gathers(mesh, layout, (axis,), num_bytes, share, free_dims)
+            steps += _gathers(mesh_shape, forbidden, layout, (axis,), free_dims)
     for entry in set(layout) - {WHOLE, PARTIAL}:
-        axes = tuple(a for a, e in enumerate(layout) if e == entry and mesh.shape[a] > 1)
+        axes = tuple(a for a, e in enumerate(layout) if e == entry and mesh_shape[a] > 1)
         if len(axes) > 1:
             dims = [d for d in range(ndim) if d != entry]
-            steps += _gathers(mesh, layout, axes, num_bytes, share, dims)
+            steps += _gathers(mesh_shape, forbidden, layout, axes, dims)
     if partial:
-        steps += _sums(mesh, layout, partial, num_bytes, share, ndim)
+        steps += _sums(mesh_shape, forbidden, layout, partial, ndim)
     if len(partial) > 1:
         for axis in partial:
-            steps += _sums(mesh, layout, (axis,), num_bytes, share, ndim)
+            steps += _sums(mesh_shape, forbidden, layout, (axis,), ndim)
     return steps
 
 
 def _gathers(
-    mesh: LogicalMesh,
+    mesh_shape: tuple[int, ...],
+    forbidden: frozenset[str],
     layout: Layout,
     axes: tuple[int, ...],
-    num_bytes: float,
-    share: float,
     dims: Sequence[int],
 ) -> list[_ReshardStep]:
     """The axes no longer split their dimension: to whole, or to another of `dims`."""
-    is_partial = bool(_partial_axes(mesh, layout))
+    is_partial = bool(_partial_axes(mesh_shape, layout))
     whole = _moved(layout, axes, WHOLE)
-    whole_bytes = num_bytes / num_shards(whole, mesh.shape)
-    steps = [_ReshardStep(whole, all_gather_s(mesh, axes, whole_bytes, share), is_partial)]
-    if "all-to-all" not in mesh.forbidden:
-        seconds = all_to_all_s(mesh, axes, whole_bytes, share)
-        steps += [_ReshardStep(_moved(layout, axes, d), seconds, is_partial) for d in dims]
+    left = num_shards(whole, mesh_shape)
+    steps = [_ReshardStep(whole, (_Collective(all_gather_s, axes, left), None), is_partial)]
+    if "all-to-all" not in forbidden:
+        exchange = _Collective(all_to_all_s, axes, left)
+        steps += [_ReshardStep(_moved(layout, axes, d), (exchange, None), is_partial) for d in dims]
     return steps
 
 
 def _sums(
-    mesh: LogicalMesh,
+    mesh_shape: tuple[int, ...],
+    forbidden: frozenset[str],
     layout: Layout,
     axes: tuple[int, ...],
-    num_bytes: float,
-    share: float,
     ndim: int,
 ) -> list[_ReshardStep]:
     """The sum over these axes is finished: to whole, or to split along all or one of them."""
-    leaves_partial = axes != _partial_axes(mesh, layout)
-    local = num_bytes / num_shards(layout, mesh.shape)
+    leaves_partial = axes != _partial_axes(mesh_shape, layout)
+    local = num_shards(layout, mesh_shape)
     all_whole = _moved(layout, axes, WHOLE)
-    steps = [_ReshardStep(all_whole, all_reduce_s(mesh, axes, local, share), leaves_partial)]
-    if "reduce-scatter" in mesh.forbidden:
+    steps = [
+        _ReshardStep(all_whole, (_Collective(all_reduce_s, axes, local), None), leaves_partial)
+    ]
+    if "reduce-scatter" in forbidden:
         return steps
     for scattered in {axes, *((axis,) for axis in axes)}:
         others = tuple(axis for axis in axes if axis not in scattered)
-        seconds = reduce_scatter_s(mesh, scattered, local, share)
+        rest = None
         if others:
-            num_left = num_shards(_moved(layout, scattered, 0), mesh.shape)
-            seconds += all_reduce_s(mesh, others, num_bytes / num_left, share)
+            rest = _Collective(
+                all_reduce_s, others, num_shards(_moved(layout, scattered, 0), mesh_shape)
+            )
+        collectives = (_Collective(reduce_scatter_s, scattered, local), rest)
         steps += [
-            _ReshardStep(_moved(all_whole, scattered, d), seconds, leaves_partial)
+            _ReshardStep(_moved(all_whole, scattered, d), collectives, leaves_partial)
             for d in range(ndim)
             if all(_is_minor(layout, axis, d) for axis in scattered)
         ]

@@ -37,7 +37,12 @@ from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
 from autopar.stages.layer_tables import PRICES, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
-from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
+from autopar.stages.micro_batches import (
+    candidate_micro_batches,
+    choose_micro_batches,
+    scaled_setting,
+    scaled_tables,
+)
 from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
@@ -162,6 +167,22 @@ def with_another(looped: LoopedStep, search: StageSearch, log: PlanningLog) -> S
         return search
     promises = choice is None or other.step_s < choice.step_s * (1 - WORTH_ANOTHER)
     return replace(search, another=other) if promises else search
+
+
+def at_another(search: StageSearch) -> StageSearch:
+    """The search at its other number of micro-batches, by the same tables: those of a smaller or
+    larger number, roughly (see `micro_batches`)."""
+    other, setting = search.another, search.setting
+    assert other is not None and setting is not None
+    return replace(
+        search,
+        choice=other,
+        report=replace(search.report, best=(other,)),
+        another=None,
+        tables=scaled_tables(search.tables, setting, other.num_micro_batches),
+        setting=scaled_setting(setting, other.num_micro_batches),
+        plain={},
+    )
 
 
 def _uses_all(choice: PipelineChoice | None, cluster: ClusterSpec) -> bool:

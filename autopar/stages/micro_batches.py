@@ -62,15 +62,10 @@ def choose_micro_batches(
         if steps_s and not deadline.allows():
             deadline.cut("other numbers of micro-batches")
             break
-        scale = setting.num_micro_batches / number
         below_s = cutoff_s if best is None else min(cutoff_s, best.step_s * (1 + GAP))
         choice, _ = search_stages(
-            [_scaled(table, scale, setting.cluster.spec.memory_bandwidth) for table in tables],
-            replace(
-                setting,
-                num_micro_batches=number,
-                boundary_bytes=setting.boundary_bytes * scale,
-            ),
+            scaled_tables(tables, setting, number),
+            scaled_setting(setting, number),
             num_stages=num_stages,
             top=1,
             gap=GAP,
@@ -84,6 +79,17 @@ def choose_micro_batches(
     if best is None:
         return None
     return MicroBatchChoice(best.num_micro_batches, best, dict(sorted(steps_s.items())))
+
+
+def scaled_tables(tables: Sequence[LayerTable], setting: Setting, number: int) -> list[LayerTable]:
+    """Tables for another number of micro-batches than the setting's."""
+    scale = setting.num_micro_batches / number
+    return [_scaled(table, scale, setting.cluster.spec.memory_bandwidth) for table in tables]
+
+
+def scaled_setting(setting: Setting, number: int) -> Setting:
+    scale = setting.num_micro_batches / number
+    return replace(setting, num_micro_batches=number, boundary_bytes=setting.boundary_bytes * scale)
 
 
 def _is_better(choice: PipelineChoice, best: PipelineChoice) -> bool:

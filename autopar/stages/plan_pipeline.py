@@ -42,6 +42,7 @@ from autopar.sharding.tried import (
 from autopar.stages.calibrate import MOST_ROUNDS, calibrated
 from autopar.stages.choose_stages import (
     StageSearch,
+    at_another,
     check_state_fits,
     choose_stages,
     device_budget,
@@ -67,6 +68,8 @@ from autopar.stages.submeshes import uniform_submesh
 _AGAIN = 0.75
 _AGAIN_ON_FEW = 0.25  # if it looks at the submeshes of one plan only
 _SOLVING = 0.3  # the time that solving the stages of one pipeline takes, likewise
+# Another number of micro-batches that promises so much less is solved without tables of its own.
+_CLEARLY_LESS = 0.85
 _MOST_LESSONS = 3  # searches that are repeated because a stage did not fit
 _NEWS = 1.001  # an excess this much over the one known is worth another search
 
@@ -200,8 +203,10 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
         looped, method, cluster, log, to_the_end=task.to_the_end, splits_stacks=task.splits_stacks
     )
     if search.choice is not None and task.leaves(search.choice.step_s):
-        log.deadline.cut("pipelines")
-        raise _no_time(looped)
+        search = with_another(looped, search, log) if is_free else search
+        if search.another is None or task.leaves(search.another.step_s):
+            log.deadline.cut("pipelines")
+            raise _no_time(looped)
     excess: dict[Submesh, float] = {}
     if is_free:
         search = with_another(looped, _calibrated(task, looped, search, excess, 1), log)
@@ -301,15 +306,22 @@ def _at_better_number(
     search: StageSearch,
     excess: dict[Submesh, float],
 ) -> tuple[LoopedStep, StageSearch]:
-    """Search once more at the number of micro-batches that promises to be better."""
+    """Search once more at the number of micro-batches that promises to be better. Where there is no
+    time for tables at that number, and it promises clearly more, the stages are taken that the
+    tables at hand promise there."""
     if search.another is None:
         return looped, search
     number = search.another.num_micro_batches
-    if search.choice is not None and not _has_time(task, f"{number} micro-batches"):
+    clearly_less_s = 0.0 if search.choice is None else _CLEARLY_LESS * search.choice.step_s
+    in_time = search.choice is None or _has_time(task, f"tables of {number} micro-batches")
+    if not in_time and search.another.step_s > clearly_less_s:
         return looped, search
     other = _looped_near(source, task, number, looped.step.num_micro_batches)
     if other is None:
         return looped, search
+    if not in_time:
+        is_as_promised = other.step.num_micro_batches == number
+        return (other, at_another(search)) if is_as_promised else (looped, search)
     plans = (*search.report.best[:1], search.another)
     submeshes = {stage.submesh for plan in plans for stage in plan.stages}
     rows = batch_rows(looped.step) // other.step.num_micro_batches

@@ -27,8 +27,11 @@ def train_step(weights: Any, batch: Any) -> tuple[Any, Any]:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
 
 
-def looped_step() -> LoopedStep:
+def step_source() -> StepSource:
     weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
     batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    source = StepSource.of(train_step, (weights, batch), {}, StepOptions())
-    return find_looped(source.as_loop(4), METHOD.layers)
+    return StepSource.of(train_step, (weights, batch), {}, StepOptions())
+
+
+def looped_step() -> LoopedStep:
+    return find_looped(step_source().as_loop(4), METHOD.layers)

@@ -1,4 +1,4 @@
-"""A stage that does not fit teaches the search what it takes."""
+"""What a search learns of stages that do not fit, and of other numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.stages import plan_pipeline
 from autopar.stages.choose_stages import StageSearch, choose_stages
 from autopar.stages.looped import LoopedStep, StageSpec
 from autopar.stages.pipeline_task import PipelineTask, StageMisfit
-from tests.unit.stages.small_pipeline import CLUSTER, METHOD, looped_step
+from tests.unit.stages.small_pipeline import CLUSTER, METHOD, looped_step, step_source
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +129,22 @@ def test_a_stage_with_what_did_not_fit_is_not_built() -> None:
     assert not tried.cannot_fit([StageSpec((0, 1), *shapes), StageSpec((1, 4), *shapes)], 4)
     assert not tried.cannot_fit([StageSpec((0, 2), *shapes), StageSpec((2, 4), *shapes)], 4)
     assert not tried.cannot_fit([StageSpec((0, 3), (2, 2), (4,)), two[1]], 4)
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.8, 8), (0.9, 4)])
+def test_without_time_for_tables_another_number_must_promise_clearly_more(
+    found, share: float, number: int
+) -> None:
+    looped, search = found
+    choice = search.choice
+    other = replace(choice, num_micro_batches=8, step_s=share * choice.step_s)
+    tried = task()
+    tried.log.deadline.interrupt()
+    at, chosen = plan_pipeline._at_better_number(
+        step_source(), tried, looped, replace(search, another=other), {}
+    )
+    assert at.step.num_micro_batches == chosen.setting.num_micro_batches == number
+    assert chosen.choice == chosen.report.best[0] == (other if number == 8 else choice)
+    half = search.setting.num_micro_batches / number
+    for table, before in zip(chosen.tables, search.tables, strict=True):
+        assert table.in_flight_bytes == pytest.approx(half * before.in_flight_bytes)
