@@ -312,9 +312,8 @@ def _at_better_number(
     if search.another is None:
         return looped, search
     number = search.another.num_micro_batches
-    clearly_less_s = 0.0 if search.choice is None else _CLEARLY_LESS * search.choice.step_s
     in_time = search.choice is None or _has_time(task, f"tables of {number} micro-batches")
-    if not in_time and search.another.step_s > clearly_less_s:
+    if not in_time and not _promises_enough(task, looped, search):
         return looped, search
     other = _looped_near(source, task, number, looped.step.num_micro_batches)
     if other is None:
@@ -334,6 +333,16 @@ def _at_better_number(
     if old is None or (new is not None and new.step_s < old.step_s):
         return other, again
     return looped, search
+
+
+def _promises_enough(task: PipelineTask, looped: LoopedStep, search: StageSearch) -> bool:
+    """Whether another number of micro-batches promises clearly more, where tables are to be trusted
+    and a plan is still to be found."""
+    assert search.choice is not None and search.another is not None
+    rows = batch_rows(looped.step) // search.another.num_micro_batches
+    if rows < task.cluster.devices_per_host or task.log.has_plan:
+        return False
+    return search.another.step_s <= _CLEARLY_LESS * search.choice.step_s
 
 
 def _has_time(task: PipelineTask, what: str, share: float = _AGAIN) -> bool:
