@@ -2,9 +2,10 @@
 
 The result of a product, reduction or gather is written to memory; an elementwise value is written
 if such an op reads it. Otherwise each reader recomputes it, if that moves fewer bytes than writing
-it once (`_is_written`). A reshape, a barrier or a use is a view and has no memory of its own, nor
-has what is made inside another op (`folding`). Zeros that a scatter needs in memory are merged
-with all other zeros of that type.
+it once (`_is_written`). Rows that are stacked, such as the gradients of layers that a scan ran
+over, are read where they lie by elementwise readers of the stack. A reshape, a barrier or a use is
+a view and has no memory of its own, nor has what is made inside another op (`folding`). Zeros that
+a scatter needs in memory are merged with all other zeros of that type.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Fusion:
         self.readers: dict[int, list[ValueReader]] = {}
         self.made_from: dict[int, frozenset[int]] = {}
         self.transposed: set[int] = set()
+        self._fused_stacks: set[int] = set()
         self._zero_types = self._scattered_zeros()
         self._find_readers()
         self.padded = self._find_padded()
@@ -161,11 +163,25 @@ class Fusion:
                     readers.setdefault(value, []).extend(through)
                 continue
             is_unfused = self.is_unfused(node)
+            if self._is_fused_stack(node):
+                self._fused_stacks.update(node.results)
+                is_unfused = False
             for position, value in enumerate(node.operands):
                 unfused = is_unfused or self._is_added(index, value)
                 is_filled = index in self._scatters and position == 0
                 reader = ValueReader(index, unfused and not is_filled)
                 readers.setdefault(value, []).append(reader)
+
+    def _is_fused_stack(self, node: Node) -> bool:
+        """Whether a node stacks arrays for readers that need no stack in memory."""
+        if node.name != "concatenate" or len(node.operands) < 2:
+            return False
+        values, (stack,) = self.flow.values, node.results
+        shape = values[stack].shape
+        if shape[0] != len(node.operands) or any(values[v].shape[0] != 1 for v in node.operands):
+            return False
+        readers = self.readers.get(stack, ())
+        return bool(readers) and not any(reader.unfused for reader in readers)
 
     def _is_added(self, index: int, value: int) -> bool:
         """Whether a product is added to a value, which cuBLAS reads from memory unless it is a
@@ -229,7 +245,9 @@ class Fusion:
         if value in flow.zeros and flow.type_of(value) in self._zero_types:
             return any(flow.zeros.isdisjoint(flow.nodes[r.node].results) for r in readers)
         fused = [r for r in readers if not r.unfused]
-        if len(fused) < len(readers) or node.name in _READS_MEMORY:
+        if len(fused) < len(readers):
+            return True
+        if node.name in _READS_MEMORY and value not in self._fused_stacks:
             return True
         if node.name in REDUCTIONS:
             return True

@@ -52,6 +52,19 @@ def test_a_dear_activation_that_both_passes_need_is_kept_where_it_is_small() -> 
     assert kept(jnp.bfloat16) and not kept(jnp.float32)
 
 
+@pytest.mark.parametrize("reader", ["elementwise", "product"])
+def test_rows_that_are_stacked_for_elementwise_readers_stay_where_they_lie(reader: str) -> None:
+    """As gradients of unrolled layers do, which the update of a stack reads."""
+
+    def step(w, x):
+        rows = [(x @ w)[None], (x @ w.T)[None], (w @ x)[None]]
+        stack = jnp.concatenate(rows)
+        return 0.5 * stack + 1.0 if reader == "elementwise" else stack @ w
+
+    lives = lives_by_op(graph_of(step, array(64, 64), array(64, 64)))
+    assert ("concatenate" in lives) == (reader == "product")
+
+
 @pytest.mark.parametrize("other", [0.0, 1.0])
 def test_zeros_that_a_scatter_adds_to_are_read_from_memory_by_others(other: float) -> None:
     """XLA merges equal constants, and does not fuse one that has to be in memory anyway (Adagrad
