@@ -7,6 +7,8 @@ to be kept: results of products, the carry, and the slices and constants that th
 reads. What is stacked is the minimum vertex cut of `rewrite.residuals`. No barrier is needed:
 forward and backward trips are bodies of different loops, which XLA never merges.
 
+In a scan of scans, the stacks of inner scans pass through the outer ones (`rewrite.linked_bodies`).
+
 Left alone: stacks that anything else reads; values that a policy of `jax.checkpoint` saves, or that
 have a name for one; pairs of scans in which nothing would be saved.
 """
@@ -18,6 +20,7 @@ from dataclasses import replace
 from autopar import _jax
 from autopar.ir.program import Equation, Program, values_in
 from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.linked_bodies import LinkedBodies
 from autopar.rewrite.residuals import choose_residuals, is_cheap
 from autopar.rewrite.scan_broadcasts import broadcasts_inside
 from autopar.rewrite.scan_remat import (
@@ -64,18 +67,47 @@ def _thinned(program: Program, copier: Copier) -> Program:
     changed = program is not given or any(
         new is not old for new, old in zip(equations, program.equations, strict=True)
     )
-    for index, equation in enumerate(equations):
-        if equation.name != "scan":
+    thin = _thinned_pairs(replace(program, equations=tuple(equations)), copier)
+    changed = changed or thin is not None
+    return replace(program, equations=thin or tuple(equations)) if changed else given
+
+
+def _thinned_pairs(program: Program, copier: Copier) -> tuple[Equation, ...] | None:
+    """The equations, one for one, with pairs of scans that stack less; None if nothing changes.
+    Inner pairs come first: what they no longer stack, the outer ones need not stack either."""
+    now = program
+    for index, equation in enumerate(program.equations):
+        backward = backward_scan(now, index) if equation.name == "scan" else None
+        if backward is None:
             continue
-        now = replace(program, equations=tuple(equations))
-        pair = _thinner_pair(now, index, copier)
+        pair = _with_thinner_bodies(now, index, backward, copier)
         if pair is not None:
-            rewriter = ScanRewriter(now, pair, copier, shielded=False)
-            backward = equations[pair.backward]
-            equations[pair.forward] = rewriter.rewritten_forward()
-            equations[pair.backward] = rewriter.rewritten_backward(backward.operands)
-            changed = True
-    return replace(program, equations=tuple(equations)) if changed else given
+            now = _exchanged(now, {index: pair[0], backward: pair[1]})
+        thinner = _thinner_pair(now, index, copier)
+        if thinner is not None:
+            rewriter = ScanRewriter(now, thinner, copier, shielded=False)
+            operands = now.equations[thinner.backward].operands
+            made = {thinner.forward: rewriter.rewritten_forward()}
+            now = _exchanged(now, made | {thinner.backward: rewriter.rewritten_backward(operands)})
+    return None if now is program else now.equations
+
+
+def _exchanged(program: Program, new: dict[int, Equation]) -> Program:
+    return replace(program, equations=tuple(new.get(i, e) for i, e in enumerate(program.equations)))
+
+
+def _with_thinner_bodies(
+    program: Program, index: int, backward: int, copier: Copier
+) -> tuple[Equation, Equation] | None:
+    """The scans with inner pairs that stack less, the forward scan of each in one body and the
+    backward scan in the other; None if there are none."""
+    bodies = [body for i in (index, backward) for body in program.equations[i].bodies]
+    if not all(any(e.name == "scan" for e in body.equations) for body in bodies):
+        return None
+    free, _ = _held(program, index, backward, copier)
+    linked = LinkedBodies(program, index, backward, free, copier)
+    thin = _thinned_pairs(linked.program, copier)
+    return None if thin is None else linked.parted(thin)
 
 
 def _paired(program: Program) -> set[int]:

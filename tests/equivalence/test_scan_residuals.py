@@ -105,6 +105,25 @@ def of_scans(p: Any, x: Any) -> Any:
     return lax.scan(group, x, groups)[0]
 
 
+def of_scans_of_scans(p: Any, x: Any) -> Any:
+    """Three deep; the inner ones read a constant of the outer one and a value made in it."""
+    groups = jax.tree.map(lambda a: a.reshape(2, 1, 2, *a.shape[1:]), p)
+    shift = jnp.tanh(x)
+
+    def outer(x: Any, w: Any) -> Any:
+        gate = jax.nn.sigmoid(x)
+
+        def group(x: Any, w: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                return block(jnp.sin(x) * gate + shift, w), None
+
+            return lax.scan(layer, x, w, reverse=True)[0], None
+
+        return lax.scan(group, jnp.cos(x), w)[0], None
+
+    return lax.scan(outer, x, groups)[0]
+
+
 def groups_of_two_kinds(p: Any, x: Any) -> Any:
     groups = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), p)
 
@@ -167,6 +186,7 @@ MODELS: dict[str, Callable[[Any, Any], Any]] = {
     f.__name__: f
     for f in (
         *(plain, dropout, stacks_read_elsewhere, checkpointed, policy, named, of_scans),
+        of_scans_of_scans,
         *(groups_of_two_kinds, mixed_precision, cache, gru, backwards, twice, unrolled),
     )
 }
@@ -261,7 +281,9 @@ def test_what_the_user_chose_to_save_stays(name: str) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout", "mixed_precision", "gru"])
+@pytest.mark.parametrize(
+    "name", ["plain", "dropout", "mixed_precision", "gru", "of_scans", "of_scans_of_scans"]
+)
 def test_stacks_shrink(name: str) -> None:
     traced = trace_step(train_step(MODELS[name]), (PARAMS, X))
     before, after = (stacked_bytes(s.program) for s in (traced, thin_scans(traced)))
