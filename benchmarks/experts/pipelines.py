@@ -82,15 +82,17 @@ def _expert(
         num_micro_batches,
         layers=autopar.AutoLayers(layers),
         stages=stages,
-        options=autopar.ShardingOptions(pins=_pins(example), batch_axis="x", remat=remat),
+        options=autopar.ShardingOptions(pins=pins(example), batch_axis="x", remat=remat),
     )
     name = f"{num_stages} stages of {data}×{tensor}, {num_micro_batches} micro-batches"
     name += ", remat full" if remat == "all" else ""
     return Expert(name, family, num_micro_batches=num_micro_batches, method=method, wrap=naming)
 
 
-def _pins(example: Example) -> dict[str, P]:
-    """Pins for kernels and moments, by their paths, and for values, by their names."""
+def pins(example: Example, *, split_parameters: bool = False) -> dict[str, P]:
+    """Pins for kernels and moments, by their paths, and for values, by their names. With
+    `split_parameters`, kernels are split like their moments, as FSDP does."""
+    stacked = (None,) if getattr(example.config, "scan_layers", False) else ()
     leaves = jax.tree.leaves_with_path(example.abstract_state().params)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     split, stream, whole = P("x", None, "y"), P("x", "y", None), P("x", None, None)
@@ -100,21 +102,23 @@ def _pins(example: Example) -> dict[str, P]:
         (("embed",), "embedding", P("y", None), P("y", None), None),
         (_NORMS, "scale", None, None, whole),
     ]
-    pins = {"by hand: logits": split}
+    found = {"by hand: logits": split}
     for names, leaf, parameter, moment, value in kinds:
         for name in names:
             if not any(f"['{name}']['{leaf}']" in path for path in paths):
                 continue
             if parameter is not None and moment is not None:
-                pins[f"state.params*['{name}']['{leaf}']*"] = parameter
-                pins[f"state.opt_state*['{name}']['{leaf}']*"] = moment
+                rows = () if name in ("embed", "lm_head") else stacked
+                kept = moment if split_parameters else parameter
+                found[f"state.params*['{name}']['{leaf}']*"] = P(*rows, *kept)
+                found[f"state.opt_state*['{name}']['{leaf}']*"] = P(*rows, *moment)
             if value is not None and name != "lm_head":
-                pins[f"by hand: {name}"] = value
-    return pins
+                found[f"by hand: {name}"] = value
+    return found
 
 
 def naming(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step, with names on the outputs of the modules in `_pins`."""
+    """The step, with names on the outputs of the modules in `pins`."""
     named = {*_COLUMN, *_ROW, *_NORMS, "logits"}
 
     def name_value(out: Any, name: str) -> Any:
