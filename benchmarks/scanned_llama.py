@@ -246,7 +246,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             kind = name.removeprefix(f"{key}-")
             if kind != name:
                 lines += markdown_row(*_cells(kind, row))
-        lines.append("")
+        lines += ["", _verdict(key, rows), ""]
     commits = sorted({row["made"]["commit"][:8] for row in rows.values()})
     jax_versions = sorted({row["made"]["versions"]["jax"] for row in rows.values()})
     lines.append(
@@ -254,6 +254,35 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         f"{', '.join(commits)}, with JAX {', '.join(jax_versions)}.\n"
     )
     return "\n".join(lines)
+
+
+def _verdict(key: str, rows: dict[str, dict[str, Any]]) -> str:
+    """autopar beside the best layout by hand, with what the model recomputes and without."""
+    fitting = {
+        name.removeprefix(f"{key}-"): row
+        for name, row in rows.items()
+        if name.startswith(f"{key}-") and "error" not in row
+    }
+    said = []
+    for title, kinds, recomputed in (
+        ("All layers recomputed", ("scanned", "written-out"), (True,)),
+        ("Recomputation left open", ("scanned-free", "written-out-free"), (True, False)),
+    ):
+        hand = [r for r in fitting.values() if "layout" in r and r["recomputed"] in recomputed]
+        if not hand:
+            continue
+        best = min(hand, key=lambda row: row["step_s"])
+        ours = ", ".join(
+            f"{fitting[kind]['step_s'] / best['step_s']:.3f} of it "
+            + ("scanned" if AUTOMATIC[kind][0] else "written out")
+            for kind in kinds
+            if kind in fitting
+        )
+        said.append(
+            f"{title}: the best by hand is {best['layout']}, {best['step_s']:.2f} s; autopar takes "
+            f"{ours}."
+        )
+    return " ".join(said)
 
 
 def _cells(kind: str, row: dict[str, Any]) -> list[str]:
