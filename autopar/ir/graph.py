@@ -99,7 +99,8 @@ class OpSize:
     has_holes: bool = False
 
 
-# Instructions on elements that take as long as moving one byte.
+# Instructions on elements that take as long as moving one byte, of an H100: its float32 rate over
+# its memory's (`DeviceSpec.instructions_per_byte`).
 INSTRUCTIONS_PER_BYTE = 20.0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.errors import ArgumentError, MeshError, ProfileError, near_names
 from autopar.ir.codec import Stored
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE
 from autopar.ir.profile import MachineProfile, ProfileSummary, find_profile, restored_profile
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
@@ -67,6 +68,12 @@ class DeviceSpec:
     def bytes_per_s_to_host(self) -> float:
         """`host_link_bandwidth`, or that of PCIe gen 5 if it is not given."""
         return self.host_link_bandwidth or _PCIE_GEN5
+
+    @property
+    def instructions_per_byte(self) -> float:
+        """Instructions on elements that take as long as moving a byte: what XLA weighs computing a
+        value again against writing it by. That of an H100 for devices that are not listed."""
+        return _INSTRUCTIONS_PER_BYTE.get(self.name, INSTRUCTIONS_PER_BYTE)
 
 
 # Links to the host, each way: PCIe ×16 of gen 3, gen 4 and, for all others, gen 5. An H200 was seen
@@ -120,6 +127,24 @@ DEVICES: dict[str, DeviceSpec] = {
             patch_element_s=3e-9,
         ),
     )
+}
+
+
+# Float32 rates without tensor cores, by the vendors' data sheets, over the memory's.
+_INSTRUCTIONS_PER_BYTE = {
+    name: flops / DEVICES[name].memory_bandwidth
+    for names, flops in {
+        ("v100", "v100-32gb"): 15.7e12,
+        ("t4",): 8.1e12,
+        ("a10g",): 31.2e12,
+        ("l4",): 30.3e12,
+        ("l40s",): 91.6e12,
+        ("a100-pcie", "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm"): 19.5e12,
+        ("h100-pcie",): 51e12,
+        ("h100-sxm", "h200-sxm"): 67e12,
+        ("b200-sxm",): 75e12,
+    }.items()
+    for name in names
 }
 
 
@@ -285,6 +310,10 @@ class ClusterSpec:
         return self.num_hosts * self.devices_per_host
 
     @property
+    def instructions_per_byte(self) -> float:
+        return self.spec.instructions_per_byte
+
+    @property
     def measured(self) -> MachineProfile | None:
         """The profile; None if there is none, or only its summary."""
         return self.profile if isinstance(self.profile, MachineProfile) else None
@@ -399,6 +428,10 @@ class LogicalMesh:
         object.__setattr__(self, "forbidden", frozenset(self.forbidden))
         if self.profile is not None and not isinstance(self.profile, MachineProfile):
             object.__setattr__(self, "profile", find_profile(self.profile))
+
+    @property
+    def instructions_per_byte(self) -> float:
+        return INSTRUCTIONS_PER_BYTE if self.device is None else self.device.instructions_per_byte
 
     @property
     def num_devices(self) -> int:

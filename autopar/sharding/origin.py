@@ -112,7 +112,11 @@ class Origin:
     def _plain_graph(self) -> Graph:
         if self.built is not None:
             return self.built
-        return build_graph(self.step, overlaps=self.mesh.num_devices > 1)
+        return build_graph(
+            self.step,
+            overlaps=self.mesh.num_devices > 1,
+            instructions_per_byte=self.mesh.instructions_per_byte,
+        )
 
     def solver_constraints(self, graph: Graph) -> tuple[Allowed, StrategyFilter | None]:
         return solver_constraints(graph, self.step, self.mesh, self.method, self.constraints)

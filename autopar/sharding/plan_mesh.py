@@ -141,10 +141,14 @@ def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
     constraints = task.constraints or constraints_with_pins(task.step, task.method, task.pins)
     step = without_moved_state(task.step, constraints)
     with paused_garbage_collector(), log.timed("graph"):
-        is_known = task.built is not None and step is task.step
-        num_devices = (task.mesh or task.cluster).num_devices
-        built = task.built if is_known else log.graphs.of(step, overlaps=num_devices > 1)
-        assert built is not None
+        machine = task.mesh or task.cluster
+        built = task.built if step is task.step else None
+        if built is None:
+            built = log.graphs.of(
+                step,
+                overlaps=machine.num_devices > 1,
+                instructions_per_byte=machine.instructions_per_byte,
+            )
         graph = with_output_nodes(built, constraints)
         graph = graph if task.change is None else task.change(graph)
         graph = corrected(graph, step, task.method)

@@ -243,7 +243,7 @@ def _table_maker(
 ) -> _TableMaker:
     """`step`: the looped step, with or without its stacks split over layers."""
     with log.timed("graph"), paused_garbage_collector():
-        graph = log.graphs.of(step)
+        graph = log.graphs.of(step, instructions_per_byte=cluster.instructions_per_byte)
         check_graph(graph)
         places = node_places(graph, step, looped.attached)
         if log.memory is None:

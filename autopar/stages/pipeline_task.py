@@ -135,7 +135,8 @@ class PipelineTask:
         """The graph of a stage of the last cut."""
         if id(cut) not in self.graphs:
             with self.log.timed("graph"), paused_garbage_collector():
-                self.graphs[id(cut)] = cut, self.equal_graphs.of(cut.step)
+                graph = self.equal_graphs.of(cut.step, self.cluster.instructions_per_byte)
+                self.graphs[id(cut)] = cut, graph
         return self.graphs[id(cut)][1]
 
 

@@ -24,7 +24,15 @@ from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.failures import Failure
-from autopar.ir.graph import Graph, Node, NodeKind, Rule, Unruled, Value
+from autopar.ir.graph import (
+    INSTRUCTIONS_PER_BYTE,
+    Graph,
+    Node,
+    NodeKind,
+    Rule,
+    Unruled,
+    Value,
+)
 from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
@@ -43,12 +51,18 @@ from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
 
 
-def build_graph(step: TracedStep, *, overlaps: bool = True) -> Graph:
+def build_graph(
+    step: TracedStep,
+    *,
+    overlaps: bool = True,
+    instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
+) -> Graph:
     """`overlaps`: XLA has collectives to hide under compute, as on more than one device. That
-    changes the order of its ops, and so what is in memory when."""
+    changes the order of its ops, and so what is in memory when. `instructions_per_byte`: of the
+    device; XLA decides by it what is computed again."""
     builder = _Builder(step)
     builder.build()
-    return builder.graph(overlaps)
+    return builder.graph(overlaps, instructions_per_byte)
 
 
 def build_nodes(step: TracedStep) -> tuple[Sequence[Node], Sequence[Value]]:
@@ -151,7 +165,7 @@ class _Builder:
         regions = equation_regions(program)
         self.walk(program, [_Context(region, 1.0) for region in regions], 0)
 
-    def graph(self, overlaps: bool) -> Graph:
+    def graph(self, overlaps: bool, instructions_per_byte: float) -> Graph:
         """The graph: nodes and values completed with what depends on all of them."""
         program, step = self.program, self.step
         outputs = tuple(self.read(o) if isinstance(o, int) else None for o in program.outputs)
@@ -164,7 +178,14 @@ class _Builder:
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
         liveness = find_lives(
-            self.nodes, self.values, outputs, in_place, self.loops, overlaps, self.zeros
+            self.nodes,
+            self.values,
+            outputs,
+            in_place,
+            self.loops,
+            overlaps,
+            self.zeros,
+            instructions_per_byte,
         )
         nodes = tuple(
             node.having(

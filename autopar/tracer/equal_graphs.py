@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Life, Node
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Graph, Life, Node
 from autopar.ir.program import Constant, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.build import build_graph, type_values
@@ -27,13 +27,13 @@ class EqualGraphs:
         # With the number of the program's values: its list of them may grow later.
         self._built: dict[Hashable, tuple[TracedStep, int, Graph]] = {}
 
-    def of(self, step: TracedStep) -> Graph:
+    def of(self, step: TracedStep, instructions_per_byte: float = INSTRUCTIONS_PER_BYTE) -> Graph:
         """The step's graph, as `build_graph` makes it."""
-        key = _key(step)
+        key = _key(step), instructions_per_byte
         known = self._built.pop(key, None)
         graph = None if known is None else _renumbered(*known, step)
         if known is None or graph is None:
-            graph = build_graph(step)
+            graph = build_graph(step, instructions_per_byte=instructions_per_byte)
             known = step, len(step.program.avals), graph
         self._built[key] = known
         while len(self._built) > _MOST:

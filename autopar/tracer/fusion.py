@@ -59,12 +59,14 @@ class Fusion:
         outputs: Collection[int],
         in_place: Collection[int],
         copied: Collection[int] = (),
+        rate: float = INSTRUCTIONS_PER_BYTE,
     ) -> None:
         """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
         outputs that take over the buffer of an input; `copied`: values that are written in
-        another order of dimensions."""
+        another order of dimensions; `rate`: instructions in the time of moving a byte."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
+        self._rate = rate
         self._scatters = scatters
         self.scattered_into = frozenset(scatters.values())
         self._folded = {**scatters, **products}
@@ -255,7 +257,7 @@ class Fusion:
         size = flow.values[value].num_bytes
         source_bytes = sum(flow.values[v].num_bytes for v in made_from)
         elements = prod(flow.values[value].shape)
-        recompute = source_bytes + work * elements / INSTRUCTIONS_PER_BYTE
+        recompute = source_bytes + work * elements / self._rate
         count = len({r.node for r in fused})
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
             count = max(count, _CROSSING_READERS)

@@ -5,7 +5,7 @@ Searches come back to a step: for other meshes, for its memory alone, for tables
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Graph
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.build import build_graph
 
@@ -16,14 +16,21 @@ class KnownGraphs:
     """The last few graphs, by the very step that they are of."""
 
     def __init__(self) -> None:
-        self._built: dict[tuple[int, bool], tuple[TracedStep, Graph]] = {}
+        self._built: dict[tuple[int, bool, float], tuple[TracedStep, Graph]] = {}
 
-    def of(self, step: TracedStep, *, overlaps: bool = True) -> Graph:
+    def of(
+        self,
+        step: TracedStep,
+        *,
+        overlaps: bool = True,
+        instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
+    ) -> Graph:
         """The step's graph, as `build_graph` makes it."""
-        key = id(step), overlaps
+        key = id(step), overlaps, instructions_per_byte
         known = self._built.pop(key, None)
         if known is None:  # a step that is kept keeps its id
-            known = step, build_graph(step, overlaps=overlaps)
+            rate = instructions_per_byte
+            known = step, build_graph(step, overlaps=overlaps, instructions_per_byte=rate)
         self._built[key] = known
         while len(self._built) > _MOST:
             del self._built[next(iter(self._built))]

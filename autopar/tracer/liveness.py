@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence, Set
 from math import prod
 
-from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Life, Liveness, Node, NodeKind, Value
 from autopar.tracer.costs import REDUCTIONS, UNFUSED
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.folding import folded_products, folded_scatters, turned_products
@@ -45,11 +45,12 @@ def find_lives(
     loops: Sequence[tuple[int, int]],
     overlaps: bool = True,
     zeros: Collection[int] = (),
+    instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
 ) -> Liveness:
     """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
     (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
-    everywhere."""
+    everywhere; `instructions_per_byte`: of the device."""
     flow = Dataflow(nodes, values, zeros)
     returned = frozenset(o for o in outputs if o is not None)
     kept = frozenset(o for o in in_place if o is not None)
@@ -57,11 +58,12 @@ def find_lives(
         kept -= transposed_state(flow, kept)
     scatters = folded_scatters(flow)
     # Kernels are priced with the epilogues of products as kernels of their own.
-    priced = Fusion(flow, scatters, {}, returned, kept)
+    priced = Fusion(flow, scatters, {}, returned, kept, rate=instructions_per_byte)
     flow = flow.with_turned(turned_products(flow))
     reordering = Reordering(flow)
     copied = reordering.copied
-    fusion = Fusion(flow, scatters, folded_products(flow), returned, kept, copied)
+    products = folded_products(flow)
+    fusion = Fusion(flow, scatters, products, returned, kept, copied, instructions_per_byte)
     times = run_times(nodes, flow.zeros, overlaps)
     sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
     lives, node_ends = sweep.lives()
@@ -308,8 +310,9 @@ class _Sweep:
     def recomputed_lives(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
         """Lives, in the backward pass, of forward values that are recomputed there: each pass
         writes a transposed elementwise value in the order that its products want, and only its
-        sources survive in between. On several devices, a kernel that writes its result in
-        several orders does so for both passes at once."""
+        sources survive in between. Products that are repeated over one dimension read it in any
+        order. On several devices, a kernel that writes its result in several orders does so for
+        both passes at once."""
         flow, fusion = self.flow, self.fusion
         lives: list[Life] = []
         for value in fusion.transposed:
@@ -317,6 +320,8 @@ class _Sweep:
                 continue
             region = flow.maker(value).region
             readers = [r.node for r in self.readers.get(value, ())]
+            if all(num_batched(self.nodes[i]) == 1 for i in readers if is_product(self.nodes[i])):
+                continue
             same_pass = [i for i in readers if self.nodes[i].region == region]
             other_pass = [i for i in readers if self.nodes[i].region != region]
             if not same_pass or not other_pass or flow.finished(value) in fusion.outputs:
@@ -361,6 +366,17 @@ class _Sweep:
             made = prod(shapes[2]) // max(1, images * out_channels)
             count, time = round(made / max(1, positions)), self.times[index]
             yield Life(node.operands[0], time, time, max(1, count))
+
+
+def is_product(node: Node) -> bool:
+    return node.name == "dot_general" and len(node.operands) == 2
+
+
+def num_batched(node: Node) -> int:
+    """Over how many dimensions a product is repeated."""
+    kept = {f for dims in node.rule.results for factors in dims for f in factors}
+    one, other = ({f for factors in dims for f in factors} for dims in node.rule.operands)
+    return len(one & other & kept)
 
 
 def changes_operand(name: str) -> bool:

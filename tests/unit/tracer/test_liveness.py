@@ -295,3 +295,19 @@ def test_what_a_product_reads_padded_is_computed_again_for_a_sum(classes: int) -
         if node.name == "reduce_sum" and gradient.value in node.operands
     )
     assert bias > gradient.start and (logits.end == bias) == (classes == 1021)
+
+
+def test_members_of_an_ensemble_are_written_once_for_both_passes() -> None:
+    """A product of members, which have one stride, reads them in any order of dimensions: the
+    hidden layer lives from the forward pass until its weight's gradient."""
+
+    def member(w, x):
+        return jax.nn.gelu(x @ w["first"] + w["bias"]) @ w["second"]
+
+    def loss_of(w, x):
+        return jnp.sum(jax.vmap(member, (0, None))(w, x) ** 2)
+
+    weights = {"first": array(3, 8, 16), "bias": array(3, 16), "second": array(3, 16, 16)}
+    lives = lives_by_op(graph_of(train(loss_of), weights, array(32, 8)))
+    hidden, gradient = sorted(one for one in lives["mul"] if one[2] == (3, 32, 16))
+    assert hidden[0] < gradient[0] < hidden[1]
