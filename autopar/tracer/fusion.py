@@ -170,8 +170,11 @@ class Fusion:
                 is_unfused = False
             for position, value in enumerate(node.operands):
                 unfused = is_unfused or self._is_added(index, value)
-                is_filled = index in self._scatters and position == 0
-                reader = ValueReader(index, unfused and not is_filled)
+                if node.name.startswith("scatter") and len(node.operands) == 3:
+                    # The kernel makes indices and updates itself; it changes the array in place,
+                    # unless that is made with it (`folding`).
+                    unfused = position == 0 and index not in self._scatters
+                reader = ValueReader(index, unfused)
                 readers.setdefault(value, []).append(reader)
 
     def _is_fused_stack(self, node: Node) -> bool:

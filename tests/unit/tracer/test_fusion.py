@@ -92,3 +92,16 @@ def test_zeros_that_a_scatter_adds_to_are_read_from_memory_by_others(other: floa
     # One for the scatter, whose result takes it over, and one for the update.
     made = [*lives["broadcast_in_dim"], *lives.get("convert_element_type", [])]
     assert sum(shape == (4096, 64) for _, _, shape in made) == (2 if other == 0 else 1)
+
+
+def test_a_scatter_makes_its_updates_itself() -> None:
+    """Messages over the edges of a graph are summed up where they arrive, and are never in memory."""
+
+    def loss_of(w, x):
+        senders, receivers = jnp.arange(4096) % 7, jnp.arange(4096) % 5
+        messages = jnp.exp((x @ w)[senders])
+        return jnp.sum(jax.ops.segment_sum(messages, receivers, 64) ** 2)
+
+    graph = graph_of(train(loss_of), array(16, 32), array(64, 16))
+    kept = [graph.values[life.value].shape for life in graph.liveness.lives]
+    assert (64, 32) in kept and (4096, 32) not in kept
