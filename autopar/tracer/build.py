@@ -177,16 +177,8 @@ class _Builder:
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
-        liveness = find_lives(
-            self.nodes,
-            self.values,
-            outputs,
-            in_place,
-            self.loops,
-            overlaps,
-            self.zeros,
-            instructions_per_byte,
-        )
+        known = overlaps, self.zeros, instructions_per_byte
+        liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops, *known)
         nodes = tuple(
             node.having(
                 touched_bytes=traffic.num_bytes

@@ -60,13 +60,15 @@ class Fusion:
         in_place: Collection[int],
         copied: Collection[int] = (),
         rate: float = INSTRUCTIONS_PER_BYTE,
+        fuses_updates: bool = True,
     ) -> None:
         """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
         outputs that take over the buffer of an input; `copied`: values that are written in
-        another order of dimensions; `rate`: instructions in the time of moving a byte."""
+        another order of dimensions; `rate`: instructions in the time of moving a byte;
+        `fuses_updates`: scatters make their updates and indices themselves."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
-        self._rate = rate
+        self._rate, self._fuses_updates = rate, fuses_updates
         self._scatters = scatters
         self.scattered_into = frozenset(scatters.values())
         self._folded = {**scatters, **products}
@@ -78,7 +80,8 @@ class Fusion:
         self._zero_types = self._scattered_zeros()
         self._find_readers()
         self.padded = self._find_padded()
-        self.written = self._find_written()
+        self.written: set[int] = set()
+        self._find_written()
 
     # -- kinds of nodes
 
@@ -170,12 +173,11 @@ class Fusion:
                 is_unfused = False
             for position, value in enumerate(node.operands):
                 unfused = is_unfused or self._is_added(index, value)
-                if node.name.startswith("scatter") and len(node.operands) == 3:
-                    # The kernel makes indices and updates itself; it changes the array in place,
-                    # unless that is made with it (`folding`).
-                    unfused = position == 0 and index not in self._scatters
-                reader = ValueReader(index, unfused)
-                readers.setdefault(value, []).append(reader)
+                if position == 0 and index in self._scatters:
+                    unfused = False
+                if position > 0 and self._fuses_updates and _is_scatter(node):
+                    unfused = False
+                readers.setdefault(value, []).append(ValueReader(index, unfused))
 
     def _is_fused_stack(self, node: Node) -> bool:
         """Whether a node stacks arrays for readers that need no stack in memory."""
@@ -198,29 +200,26 @@ class Fusion:
 
     # -- written values
 
-    def _find_written(self) -> set[int]:
+    def _find_written(self) -> None:
         flow, views = self.flow, self.flow.views
-        written: set[int] = set()
+        written = self.written
         sources: dict[int, frozenset[int]] = {}
-        work: dict[int, float] = {}  # instructions per element since the sources
         transposed: set[int] = set()  # fused values with a transpose since the sources
         made_in = frozenset(self._folded.values())
         for index, node in enumerate(flow.nodes):
             made_from: frozenset[int] = frozenset()
-            instructions = 0.0 if views[index] else INSTRUCTIONS.get(node.name, 1.0)
             transposes = flow.is_transpose(node)
             for value in node.operands:
                 made = sources.get(value)
                 if made is None:  # a carry's last value, which its loop has yet to make
                     made = frozenset((value,))
                 made_from = made_from | made if made_from else made
-                instructions += work.get(value, 0.0)
                 transposes = transposes or value in transposed
             for value in node.results:
                 if index in made_in or (
                     index not in self._folded
                     and not views[index]
-                    and self._is_written(node, value, made_from, instructions)
+                    and self._is_written(node, value, made_from)
                 ):
                     written.add(value)
                     sources[value] = frozenset((value,))
@@ -229,12 +228,10 @@ class Fusion:
                         self.transposed.add(value)
                 else:
                     sources[value] = made_from
-                    work[value] = instructions
                     if transposes and node.name not in REDUCTIONS:
                         transposed.add(value)
-        return written
 
-    def _is_written(self, node: Node, value: int, made_from: frozenset[int], work: float) -> bool:
+    def _is_written(self, node: Node, value: int, made_from: frozenset[int]) -> bool:
         """Of a node that is no view."""
         flow = self.flow
         if node.kind in (NodeKind.INPUT, NodeKind.MERGE):
@@ -257,14 +254,32 @@ class Fusion:
         if node.name in REDUCTIONS:
             return True
         # Recompute it in each reader, or write it once and read it back?
-        size = flow.values[value].num_bytes
-        source_bytes = sum(flow.values[v].num_bytes for v in made_from)
-        elements = prod(flow.values[value].shape)
-        recompute = source_bytes + work * elements / self._rate
         count = len({r.node for r in fused})
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
             count = max(count, _CROSSING_READERS)
+        if count == 1:
+            return False
+        size = flow.values[value].num_bytes
+        source_bytes = sum(flow.values[v].num_bytes for v in made_from)
+        elements = prod(flow.values[value].shape)
+        recompute = source_bytes + self._instructions(value) * elements / self._rate
         return (count - 1) * recompute > (count + 1) * size
+
+    def _instructions(self, value: int) -> float:
+        """Of all ops between a value and the written ones that it is made of, per element."""
+        flow, total = self.flow, 0.0
+        last = flow.producer[value]
+        frontier, seen = [last], {last}
+        while frontier:
+            index = frontier.pop()
+            if not flow.views[index]:
+                total += INSTRUCTIONS.get(flow.nodes[index].name, 1.0)
+            for operand in flow.nodes[index].operands:
+                maker = flow.producer[operand]
+                if operand not in self.written and maker < index and maker not in seen:
+                    seen.add(maker)
+                    frontier.append(maker)
+        return total
 
     def _find_padded(self) -> set[int]:
         flow = self.flow
@@ -311,3 +326,8 @@ class Fusion:
                     frontier += [v for v in node.results if v not in seen]
                     seen.update(node.results)
         return False
+
+
+def _is_scatter(node: Node) -> bool:
+    """Of an array, indices and updates, none of them a constant."""
+    return node.name.startswith("scatter") and len(node.operands) == 3

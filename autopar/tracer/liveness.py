@@ -57,13 +57,14 @@ def find_lives(
     if overlaps:
         kept -= transposed_state(flow, kept)
     scatters = folded_scatters(flow)
-    # Kernels are priced with the epilogues of products as kernels of their own.
-    priced = Fusion(flow, scatters, {}, returned, kept, rate=instructions_per_byte)
+    # Kernels are priced with the epilogues of products and updates of scatters as their own.
+    rate = instructions_per_byte
+    priced = Fusion(flow, scatters, {}, returned, kept, rate=rate, fuses_updates=False)
     flow = flow.with_turned(turned_products(flow))
     reordering = Reordering(flow)
     copied = reordering.copied
     products = folded_products(flow)
-    fusion = Fusion(flow, scatters, products, returned, kept, copied, instructions_per_byte)
+    fusion = Fusion(flow, scatters, products, returned, kept, copied, rate)
     times = run_times(nodes, flow.zeros, overlaps)
     sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
     lives, node_ends = sweep.lives()

@@ -63,9 +63,9 @@ def test_every_stage_has_the_graph_that_is_built_of_it(
     steps = _stage_steps(step, args, num_stages)
     built: list[Any] = []
 
-    def counted(step: Any) -> Graph:
+    def counted(step: Any, **options) -> Graph:
         built.append(step)
-        return build_graph(step)
+        return build_graph(step, **options)
 
     monkeypatch.setattr(equal_graphs, "build_graph", counted)
     graphs = EqualGraphs()

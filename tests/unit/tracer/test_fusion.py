@@ -95,7 +95,7 @@ def test_zeros_that_a_scatter_adds_to_are_read_from_memory_by_others(other: floa
 
 
 def test_a_scatter_makes_its_updates_itself() -> None:
-    """Messages over the edges of a graph are summed up where they arrive, and are never in memory."""
+    """Messages along the edges of a graph are summed up where they arrive; none are in memory."""
 
     def loss_of(w, x):
         senders, receivers = jnp.arange(4096) % 7, jnp.arange(4096) % 5
@@ -105,3 +105,17 @@ def test_a_scatter_makes_its_updates_itself() -> None:
     graph = graph_of(train(loss_of), array(16, 32), array(64, 16))
     kept = [graph.values[life.value].shape for life in graph.liveness.lives]
     assert (64, 32) in kept and (4096, 32) not in kept
+
+
+def test_an_op_that_two_paths_share_is_computed_once() -> None:
+    """Each step of the recurrence reads the one before twice."""
+
+    def fn(x):
+        y = jnp.exp(x)
+        for _ in range(8):
+            y = y + 0.5 * y
+        return jnp.sum(y), jnp.max(y)
+
+    graph = graph_of(fn, array(64, 64))
+    kept = [life.value for life in graph.liveness.lives if graph.values[life.value].shape]
+    assert len(kept) == 1  # the input
