@@ -14,7 +14,7 @@ from autopar.cost.compute import compute_s
 from autopar.cost.convolution_patches import patches_s
 from autopar.cost.halo import halo_steps
 from autopar.cost.measured_ops import measured_op_s
-from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
+from autopar.cost.reshard import deferred_alpha_share, reshard_table
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ModuleCost
@@ -100,7 +100,7 @@ def moves(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> It
         info = graph.values[value]
         key = (info.shape, info.num_bytes, deferred, source, target)
         if key not in paths:
-            share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
+            share = deferred_alpha_share(mesh, info.num_bytes) if deferred else 1.0
             paths[key] = _path(mesh, info.shape, float(info.num_bytes), share, source, target)
         seconds, steps = paths[key]
         to_state = graph.nodes[v].kind is NodeKind.INPUT

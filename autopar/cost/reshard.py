@@ -35,8 +35,20 @@ from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, r
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, all_layouts, num_shards
 
-# The share of α that a collective pays when XLA merges it with others of its kind.
-DEFERRED_ALPHA_SHARE = 0.25
+# XLA merges collectives of one kind that are off the critical path until they carry so many bytes,
+# and tens of small ones become one. On CPUs it merges only all-reduces.
+_MERGED_BYTES = 30 * 2**20
+_LEAST_SHARE = 1 / 64
+_SHARE_ON_CPUS = 0.25
+
+
+def deferred_alpha_share(mesh: LogicalMesh, num_bytes: float) -> float:
+    """The share of α that a collective of such a tensor pays where XLA merges it with others."""
+    if mesh.device is None:
+        return 1.0
+    if not mesh.device.hides_collectives:
+        return _SHARE_ON_CPUS
+    return min(1.0, max(_LEAST_SHARE, num_bytes / _MERGED_BYTES))
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.cost.collectives import all_gather_s
 from autopar.cost.compute import compute_s
-from autopar.cost.reshard import DEFERRED_ALPHA_SHARE
+from autopar.cost.reshard import deferred_alpha_share
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.reduce import FORBIDDEN
@@ -91,7 +91,8 @@ def _in_turn(
         room[key] = max(0.0, reached_s + waits_s - links_s)
         if found[key].what not in moved:  # what is needed again is still there
             moved.add(found[key].what)
-            links_s += all_gather_s(mesh, axes, found[key].num_bytes, DEFERRED_ALPHA_SHARE)
+            share = deferred_alpha_share(mesh, found[key].num_bytes)
+            links_s += all_gather_s(mesh, axes, found[key].num_bytes, share)
             waits_s = max(waits_s, links_s - reached_s)
     return room
 

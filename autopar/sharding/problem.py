@@ -20,7 +20,7 @@ from autopar.cost.halo import halo_s
 from autopar.cost.layer_costs import STATE_EDGE
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.report import edge_weight
-from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
+from autopar.cost.reshard import deferred_alpha_share, reshard_table
 from autopar.errors import SolverError
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
@@ -305,7 +305,7 @@ def _edges(
         consumer = graph.nodes[members[v][0]]
         info = graph.values[producer.results[result]]
         made, read = strategies[u], strategies[v]
-        share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
+        share = deferred_alpha_share(mesh, info.num_bytes) if deferred else 1.0
         source = id(made), result
         if source not in partial_of:
             partial_of[source] = any(PARTIAL in s.results[result] for s in made)

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
 from autopar.cost.node_layers import NodeLayers
-from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
+from autopar.cost.reshard import deferred_alpha_share, reshard_table
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh, last_axis
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
@@ -230,8 +230,7 @@ class Pricer:
         producer = self.graph.nodes[problem.representative[edge.source]]
         consumer = self.graph.nodes[problem.representative[edge.target]]
         info = self.graph.values[producer.results[edge.result]]
-        deferred = edge.deferred and mesh.device is not None
-        share = DEFERRED_ALPHA_SHARE if deferred else 1.0
+        share = deferred_alpha_share(mesh, info.num_bytes) if edge.deferred else 1.0
         partial = PARTIAL in made or PARTIAL in wanted
         table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
         copied = 0.0

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.cost.collectives import all_gather_s
 from autopar.cost.report import cost_report
-from autopar.cost.reshard import DEFERRED_ALPHA_SHARE
+from autopar.cost.reshard import deferred_alpha_share
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import is_slice
@@ -115,7 +115,8 @@ def test_the_sum_of_the_last_gradient_has_no_room_but_the_update():
 def test_with_slow_links_a_gather_has_the_compute_since_the_one_before_it():
     slow = replace(MESH, alpha=(1e-6,), beta=(1e-9,))
     graph = graph_of(4, size=1024, rows=65536)
-    one_s = all_gather_s(slow, (0,), 4 * 1024**2, DEFERRED_ALPHA_SHARE)
+    size = 4 * 1024**2
+    one_s = all_gather_s(slow, (0,), size, deferred_alpha_share(slow, size))
     room, fast = gather_rooms(graph, slow), gather_rooms(graph, MESH)
     assert max(room) < one_s  # links are the longer of the two
     assert room[1] == pytest.approx(room[3])
