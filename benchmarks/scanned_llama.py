@@ -229,8 +229,10 @@ hand: FSDP over all GPUs, with tensor and sequence parallelism inside a host (TP
 of equally many layers per stage (the first and last have one less where that does not divide, as
 in Llama 3's own), with 1F1B and a micro-batch of one row per data-parallel GPU, two where there is
 one such GPU. Without stages, the batch is cut into the fewest micro-batches that fit. Moments, with
-FSDP parameters too, are split over the data-parallel GPUs. Layers are recomputed all or not at
-all.
+FSDP parameters too, are split over the data-parallel GPUs. Layers are recomputed all or not at all.
+
+The default method stops after 60 seconds. Where its plan is slower than one by hand, the search had
+no time left for it; `stopped` in `benchmarks/results/scanned_llama.json` says what was left out.
 """
 
 
@@ -247,11 +249,12 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             if kind != name:
                 lines += markdown_row(*_cells(kind, row))
         lines += ["", _verdict(key, rows), ""]
-    commits = sorted({row["made"]["commit"][:8] for row in rows.values()})
+    made_at = {row["made"]["commit"] for row in rows.values()}
+    commits = sorted(commit[:8] + "+" * commit.endswith("+") for commit in made_at)
     jax_versions = sorted({row["made"]["versions"]["jax"] for row in rows.values()})
     lines.append(
         "Planning is in CPU seconds. Made by `python -m benchmarks.scanned_llama` at "
-        f"{', '.join(commits)}, with JAX {', '.join(jax_versions)}.\n"
+        f"{', '.join(commits)} (+: and later changes), with JAX {', '.join(jax_versions)}.\n"
     )
     return "\n".join(lines)
 
