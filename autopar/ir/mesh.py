@@ -311,6 +311,7 @@ class ClusterSpec:
 
     @property
     def instructions_per_byte(self) -> float:
+        """Of its devices."""
         return self.spec.instructions_per_byte
 
     @property
@@ -431,6 +432,7 @@ class LogicalMesh:
 
     @property
     def instructions_per_byte(self) -> float:
+        """Of its devices; that of an H100 if compute is not priced."""
         return INSTRUCTIONS_PER_BYTE if self.device is None else self.device.instructions_per_byte
 
     @property
