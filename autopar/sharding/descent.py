@@ -145,19 +145,23 @@ class Moved:
 
 
 def settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
-    """The choice after changing single nodes until none helps."""
+    """The choice after changing single nodes until none helps. A node is looked at again only once
+    a neighbour has changed."""
+    waiting = set(choice)
     for _ in range(_MAX_SWEEPS):
-        changed = False
+        if not waiting:
+            break
         for node in choice:
-            cost = problem.costs[node]
-            for other, matrix in problem.edges.get(node, {}).items():
+            if node not in waiting:
+                continue
+            waiting.discard(node)
+            cost, around = problem.costs[node], problem.edges.get(node, {})
+            for other, matrix in around.items():
                 cost = cost + matrix[:, choice[other]]
             best = int(np.argmin(cost))
             if cost[best] < cost[choice[node]]:
                 choice[node] = best
-                changed = True
-        if not changed:
-            break
+                waiting.update(around)
     return choice
 
 

@@ -136,7 +136,7 @@ def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
     best = _faster(best, early)
     whole_s = inf
     for number in numbers:
-        least_s = recomputed_s(task, number, task.log.work_s)
+        least_s = recomputed_s(task, number, task.log.work_s or task.log.ideal_s)
         if best is not None and least_s >= best.plan.estimated_step_s:
             continue
         if best is not None and not _has_time(task, f"one mesh, {number} micro-batches"):

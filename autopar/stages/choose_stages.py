@@ -52,6 +52,8 @@ from autopar.stages.table_bench import TableBench
 # From so many devices on, the search looks only at what can be part of a better plan than one at
 # hand.
 MANY_DEVICES = 128
+# Prices of memory are not worked out for a gain below this.
+_LITTLE = 0.005
 # Share of the time left for one search of the tables.
 _SEARCH = 0.25
 # A stage search at another number of micro-batches must promise this much to be made.
@@ -321,14 +323,17 @@ def _search_many(
     slow = too_slow_submeshes(small, least_s, num_layers, known_s)
     tables += maker.tables([s for s in small if s not in slow], prices=())
     choice, report, known_s = _search_tables(tables, setting, maker.log)
-    lacking = {
-        table.submesh
-        for table in tables
-        if not table.remat and may_lack_memory(table, setting, least_s, known_s)
-    }
+    lacking = set()
+    if _is_short_of_memory(tables, setting, maker.log):
+        lacking = {
+            table.submesh
+            for table in tables
+            if not table.remat and may_lack_memory(table, setting, least_s, known_s)
+        }
     if lacking:
-        tables = [table for table in tables if table.submesh not in lacking]
-        tables += maker.tables([s for s in submeshes if s in lacking])
+        priced = maker.tables([s for s in submeshes if s in lacking])
+        made = {(table.submesh, table.mesh_shape) for table in priced}
+        tables = [t for t in tables if (t.submesh, t.mesh_shape) not in made] + priced
         choice, report, _ = _search_tables(tables, setting, maker.log)
     return tables, choice, replace(report, notes=(*report.notes, *_left_out(slow)))
 
@@ -343,6 +348,20 @@ def _search_tables(
         return None, report, inf
     used = sum(prod(stage.submesh) for stage in choice.stages)
     return choice, report, choice.step_s if used == setting.cluster.num_devices else inf
+
+
+def _is_short_of_memory(tables: Sequence[LayerTable], setting: Setting, log: PlanningLog) -> bool:
+    """Whether tables that save memory may help. These are the cheapest ones, so no pipeline takes
+    less than their best without a budget; a pipeline that is as good and leaves some room shows
+    that memory is no reason for others."""
+    with log.timed("search"):
+        deadline = log.deadline.part(_SEARCH)
+        free = search_stages(tables, replace(setting, memory_budget=inf), deadline=deadline)[0]
+        if free is None or not deadline.allows():
+            return True
+        less = within_less(setting, {table.submesh: 1 / FULL for table in tables})
+        fitting = search_stages(tables, less, cutoff_s=(1 + _LITTLE) * free.step_s)[0]
+    return fitting is None or fitting.step_s > (1 + _LITTLE) * free.step_s
 
 
 def _left_out(submeshes: Sequence[Submesh]) -> list[str]:
