@@ -231,8 +231,8 @@ in Llama 3's own), with 1F1B and a micro-batch of one row per data-parallel GPU,
 one such GPU. Without stages, the batch is cut into the fewest micro-batches that fit. Moments, with
 FSDP parameters too, are split over the data-parallel GPUs. Layers are recomputed all or not at all.
 
-The default method stops after 60 seconds. Its plans that are slower than one by hand were made under
-that limit; `stopped` in `benchmarks/results/scanned_llama.json` says what was left out.
+The default method stops after 60 seconds. Its plans that are slower than one by hand were made
+under that limit; `stopped` in `benchmarks/results/scanned_llama.json` says what was left out.
 """
 
 
