@@ -99,11 +99,6 @@ class OpSize:
     has_holes: bool = False
 
 
-# Instructions on elements that take as long as moving one byte, of an H100: its float32 rate over
-# its memory's (`DeviceSpec.instructions_per_byte`).
-INSTRUCTIONS_PER_BYTE = 20.0
-
-
 @dataclass(frozen=True)
 class Traffic:
     """A node's share of the memory-bound kernels that XLA compiles, unsharded.

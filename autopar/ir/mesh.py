@@ -16,7 +16,6 @@ from typing import Any
 
 from autopar.errors import ArgumentError, MeshError, ProfileError, near_names
 from autopar.ir.codec import Stored
-from autopar.ir.graph import INSTRUCTIONS_PER_BYTE
 from autopar.ir.profile import MachineProfile, ProfileSummary, find_profile, restored_profile
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
@@ -75,6 +74,10 @@ class DeviceSpec:
         value again against writing it by. That of an H100 for devices that are not listed."""
         return _INSTRUCTIONS_PER_BYTE.get(self.name, INSTRUCTIONS_PER_BYTE)
 
+
+# Instructions on elements that take as long as moving one byte, of an H100: its float32 rate over
+# its memory's (`DeviceSpec.instructions_per_byte`).
+INSTRUCTIONS_PER_BYTE = 20.0
 
 # Links to the host, each way: PCIe ×16 of gen 3, gen 4 and, for all others, gen 5. An H200 was seen
 # at 65 GB/s.

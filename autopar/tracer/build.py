@@ -25,7 +25,6 @@ from jax.core import ShapedArray
 from autopar import _jax
 from autopar.ir.failures import Failure
 from autopar.ir.graph import (
-    INSTRUCTIONS_PER_BYTE,
     Graph,
     Node,
     NodeKind,
@@ -33,6 +32,7 @@ from autopar.ir.graph import (
     Unruled,
     Value,
 )
+from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
