@@ -37,12 +37,12 @@ from typing import Any
 
 from autopar._requirements import require_packages
 from autopar.errors import ArgumentError, AutoparError, MemoryBudgetError
-from autopar.ir.failures import failure_warnings
+from autopar.ir.failures import failure_warnings, first_line
 from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import WALL, ParallelPlan
 from autopar.ir.stages import SearchReport
-from autopar.ir.xla_options import stored_options
+from autopar.ir.xla_options import LATENCY_HIDING, stored_options
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoParallel,
@@ -50,6 +50,7 @@ from autopar.methods import (
     FollowParallel,
     ParallelMethod,
     PipeshardParallel,
+    ShardingOptions,
     ShardParallel,
     options_of,
 )
@@ -139,7 +140,7 @@ def _as_asked(
     asked = plan.asked
     if method is None or isinstance(method, AutoParallel):
         asked = method_text(method or AutoParallel())
-    xla_options = stored_options(options_of(method).xla_options) or None
+    xla_options = plan.xla_options or stored_options(options_of(method).xla_options) or None
     plan = replace(plan, solver=solver, asked=asked, xla_options=xla_options)
     return replace(planned, plan=plan)
 
@@ -243,12 +244,48 @@ def _plan(task: _Task) -> PlannedStep:
 
 
 def _plan_by_method(task: _Task) -> PlannedStep:
-    """With all state on the devices, or, if no such plan fits, with some of it in host memory."""
+    """With all state on the devices; if no such plan fits, in XLA's schedule for the least memory;
+    if none fits so either, with some of the state in host memory."""
     try:
         return _plan_on_devices(task)
     except MemoryBudgetError as error:
-        ways = HostWays(task.source, task.method, lambda host: _plan_with_host(task, host))
-        return plan_with_host_memory(ways, error)
+        misfit = error
+    lean = _with_least_memory(task)
+    if lean is not None:
+        try:
+            return _noted_as_lean(_plan_on_devices(replace(task, method=lean)), lean.options)
+        except MemoryBudgetError as error:
+            tried = f"tried, the one for the least memory: {first_line(error)}"
+            misfit = misfit.having_tried({"XLA's schedule": tried})
+    ways = HostWays(task.source, task.method, lambda host: _plan_with_host(task, host))
+    return plan_with_host_memory(ways, misfit)
+
+
+def _with_least_memory(task: _Task) -> AutoParallel | ShardParallel | PipeshardParallel | None:
+    """The method in XLA's schedule for the least memory; None if there is nothing to hide under
+    compute, or the user has chosen. By default, XLA hides collectives of GPUs, and keeps the
+    operands of many gradients of parameters for that."""
+    method = task.method
+    if method is None:
+        method = AutoParallel() if task.mesh is None else ShardParallel()
+    if not isinstance(method, AutoParallel | ShardParallel | PipeshardParallel):
+        return None
+    options = method.options
+    if task.cluster.num_devices == 1 or not task.cluster.spec.hides_collectives:
+        return None
+    if LATENCY_HIDING in options.xla_options:
+        return None
+    options = replace(options, xla_options={**options.xla_options, LATENCY_HIDING: False})
+    return replace(method, options=options)
+
+
+def _noted_as_lean(planned: PlannedStep, options: ShardingOptions) -> PlannedStep:
+    warning = (
+        "No plan fits in XLA's default schedule, which hides collectives under compute. This one "
+        f"fits in its schedule for the least memory ({LATENCY_HIDING}=false), in which they wait."
+    )
+    warnings, kept = (*planned.plan.warnings, warning), stored_options(options.xla_options)
+    return replace(planned, plan=replace(planned.plan, warnings=warnings, xla_options=kept))
 
 
 def _plan_with_host(task: _Task, host: tuple[int, ...]) -> PlannedStep:

@@ -18,6 +18,8 @@ from autopar.errors import ArgumentError
 XlaValue = bool | int | float | str
 StoredOptions = tuple[tuple[str, str], ...]
 
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+
 _NAME = re.compile(r"xla_[a-z0-9_]{1,120}")
 _MOST_TEXT = 1000
 
@@ -45,12 +47,18 @@ def checked_xla_options(given: object, where: str) -> dict[str, XlaValue]:
     return dict(given)
 
 
-_EXAMPLE = "{'xla_gpu_enable_latency_hiding_scheduler': True}"
+_EXAMPLE = f"{{{LATENCY_HIDING!r}: True}}"
 
 
 def stored_options(options: Mapping[str, XlaValue]) -> StoredOptions:
     """As a plan keeps them."""
     return tuple((name, _text(options[name])) for name in sorted(options))
+
+
+def hides_latency(options: Mapping[str, XlaValue]) -> bool:
+    """Whether XLA schedules a program so that collectives run under compute, which is its default
+    on GPUs. If not, it schedules for the least memory."""
+    return _text(options.get(LATENCY_HIDING, True)) in ("true", "1")
 
 
 def compiler_options(stored: Sequence[tuple[str, str]] | None) -> dict[str, Any] | None:

@@ -99,9 +99,9 @@ def _nearer(
     if not hostable_parameters(step):
         what += " (no parameter can: the step computes with them as they are, not by a cast)"
     if misfit.peak_bytes < nearest.peak_bytes:
-        return misfit.having_tried(
-            {HOST_MEMORY: f"tried, for all {what}; without it: {_first_line(error)}"}
-        )
+        before = {way: text for way, text in error.tried.items() if way not in misfit.tried}
+        now = f"tried, for all {what}; without it: {_first_line(error)}"
+        return misfit.having_tried({**before, HOST_MEMORY: now})
     if nearest is not error:
         return nearest
     return error.having_tried({HOST_MEMORY: f"tried: {_first_line(misfit)}"})

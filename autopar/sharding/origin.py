@@ -24,6 +24,7 @@ from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.spec import Layout, spec_from_text
 from autopar.ir.traced_step import TracedStep
+from autopar.ir.xla_options import compiler_options, hides_latency
 from autopar.methods import (
     DataParallel,
     OneMeshMethod,
@@ -114,7 +115,7 @@ class Origin:
             return self.built
         return build_graph(
             self.step,
-            overlaps=self.mesh.num_devices > 1,
+            overlaps=self.mesh.num_devices > 1 and hides_latency(self.options.xla_options),
             instructions_per_byte=self.mesh.instructions_per_byte,
         )
 
@@ -226,7 +227,11 @@ def bound_origin(
     made_by = read_method(plan.method)
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
     method: OneMeshMethod = ShardParallel(
-        options=ShardingOptions(memory_budget_bytes=budget, remat="none")
+        options=ShardingOptions(
+            memory_budget_bytes=budget,
+            remat="none",
+            xla_options=compiler_options(plan.xla_options) or {},
+        )
     )
     notes: tuple[str, ...] = ()
     if made_by.name in _METHODS:

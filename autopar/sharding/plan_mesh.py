@@ -23,6 +23,7 @@ from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, last_axis
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.traced_step import TracedStep
+from autopar.ir.xla_options import hides_latency
 from autopar.lower.assign import assign_layouts
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, options_of
@@ -137,7 +138,8 @@ def plan_mesh(task: ShardingTask, log: PlanningLog | None = None) -> PlannedStep
 
 def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
     """The graph of a step under its constraints."""
-    check_solver(options_of(task.method).solver)
+    options = options_of(task.method)
+    check_solver(options.solver)
     constraints = task.constraints or constraints_with_pins(task.step, task.method, task.pins)
     step = without_moved_state(task.step, constraints)
     with paused_garbage_collector(), log.timed("graph"):
@@ -146,7 +148,7 @@ def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
         if built is None:
             built = log.graphs.of(
                 step,
-                overlaps=machine.num_devices > 1,
+                overlaps=machine.num_devices > 1 and hides_latency(options.xla_options),
                 instructions_per_byte=machine.instructions_per_byte,
             )
         graph = with_output_nodes(built, constraints)

@@ -10,6 +10,7 @@ from autopar.errors import PlanError
 from autopar.ir.layering import LayerSource
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.xla_options import compiler_options
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import in_flight_bound
 from autopar.methods import PipeshardParallel, ShardingOptions
@@ -121,7 +122,9 @@ def _bound_origin(
 ) -> PipelineOrigin:
     assert plan.layering is not None, "a plan without a pipeline"
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
-    options = ShardingOptions(memory_budget_bytes=budget)
+    options = ShardingOptions(
+        memory_budget_bytes=budget, xla_options=compiler_options(plan.xla_options) or {}
+    )
     method = PipeshardParallel(plan.num_micro_batches, schedule=plan.schedule, options=options)
     placement = ExistingPlacement(
         devices=tuple(stage.devices for stage in plan.stages),

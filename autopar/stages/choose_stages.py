@@ -22,6 +22,7 @@ from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
 from autopar.ir.traced_step import TracedStep
+from autopar.ir.xla_options import hides_latency
 from autopar.methods import AutoStages, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.rewrite.attach_layers import boundary_bytes
 from autopar.sharding.constraints import (
@@ -245,7 +246,11 @@ def _table_maker(
 ) -> _TableMaker:
     """`step`: the looped step, with or without its stacks split over layers."""
     with log.timed("graph"), paused_garbage_collector():
-        graph = log.graphs.of(step, instructions_per_byte=cluster.instructions_per_byte)
+        graph = log.graphs.of(
+            step,
+            overlaps=hides_latency(options.xla_options),
+            instructions_per_byte=cluster.instructions_per_byte,
+        )
         check_graph(graph)
         places = node_places(graph, step, looped.attached)
         if log.memory is None:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from autopar.ir.graph import Graph
 from autopar.ir.layering import Layering
 from autopar.ir.mesh import ClusterSpec
+from autopar.ir.xla_options import hides_latency
 from autopar.lower.schedules import in_flight_bound
 from autopar.methods import PipeshardParallel
 from autopar.rewrite.split_stacks import Rows, Stacks
@@ -135,7 +136,11 @@ class PipelineTask:
         """The graph of a stage of the last cut."""
         if id(cut) not in self.graphs:
             with self.log.timed("graph"), paused_garbage_collector():
-                graph = self.equal_graphs.of(cut.step, self.cluster.instructions_per_byte)
+                graph = self.equal_graphs.of(
+                    cut.step,
+                    overlaps=hides_latency(self.method.options.xla_options),
+                    instructions_per_byte=self.cluster.instructions_per_byte,
+                )
                 self.graphs[id(cut)] = cut, graph
         return self.graphs[id(cut)][1]
 

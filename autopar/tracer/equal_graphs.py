@@ -28,13 +28,20 @@ class EqualGraphs:
         # With the number of the program's values: its list of them may grow later.
         self._built: dict[Hashable, tuple[TracedStep, int, Graph]] = {}
 
-    def of(self, step: TracedStep, instructions_per_byte: float = INSTRUCTIONS_PER_BYTE) -> Graph:
+    def of(
+        self,
+        step: TracedStep,
+        *,
+        overlaps: bool = True,
+        instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
+    ) -> Graph:
         """The step's graph, as `build_graph` makes it."""
-        key = _key(step), instructions_per_byte
+        key = _key(step), overlaps, instructions_per_byte
         known = self._built.pop(key, None)
         graph = None if known is None else _renumbered(*known, step)
         if known is None or graph is None:
-            graph = build_graph(step, instructions_per_byte=instructions_per_byte)
+            rate = instructions_per_byte
+            graph = build_graph(step, overlaps=overlaps, instructions_per_byte=rate)
             known = step, len(step.program.avals), graph
         self._built[key] = known
         while len(self._built) > _MOST:

@@ -17,7 +17,7 @@ from autopar.tracer.regions import BACKWARD, UPDATE
 
 
 def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> list[int]:
-    """`zeros`: values known to be zero; `overlaps`: there are collectives to hide under compute."""
+    """`zeros`: values known to be zero; `overlaps`: XLA hides collectives under compute."""
     producer = {v: i for i, node in enumerate(nodes) for v in node.results}
     late = _late_gradients(nodes, producer) if overlaps else {}
     times: list[int] = []

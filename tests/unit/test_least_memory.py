@@ -1,0 +1,102 @@
+"""XLA's schedule for the least memory: how it is predicted, and when it is chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.xla_options import LATENCY_HIDING, hides_latency
+
+H100S = autopar.ClusterSpec(1, 8, "h100-sxm")
+ROWS, WIDTH, LAYERS = 65536, 256, 8
+CHOSEN = ((LATENCY_HIDING, "false"),)
+
+
+def step(state, batch):
+    """Recomputes wide layers: the backward pass decides the peak."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["in"]) @ w["out"]
+
+    def loss_of(params):
+        x = batch["x"]
+        for w in params:
+            x = layer(x, w)
+        return (x**2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def arguments():
+    array = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    layer = {"in": array((WIDTH, 4 * WIDTH)), "out": array((4 * WIDTH, WIDTH))}
+    return [layer] * LAYERS, {"x": array((ROWS, WIDTH))}
+
+
+def plan_of(cluster=H100S, method=autopar.ShardParallel, **options) -> ParallelPlan:
+    options = autopar.ShardingOptions(remat="none", host_memory="never", **options)
+    return autopar.plan(step, *arguments(), cluster=cluster, method=method(options=options))
+
+
+@pytest.fixture(scope="module")
+def peaks() -> tuple[float, float]:
+    """(least memory, default schedule)"""
+    lean = plan_of(xla_options={LATENCY_HIDING: False})
+    return lean.estimated_peak_bytes, plan_of().estimated_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "hides"), [(True, True), (1, True), (False, False), (0, False), ("false", False)]
+)
+def test_values_of_the_option(value, hides: bool) -> None:
+    assert hides_latency({LATENCY_HIDING: value}) is hides
+    assert hides_latency({})
+
+
+def test_recomputed_operands_of_gradients_are_kept_only_to_hide_collectives(peaks) -> None:
+    least, default = peaks
+    hidden = ROWS // 8 * 4 * WIDTH * 4  # of one layer, on one device
+    assert default - least > hidden
+
+
+def test_chosen_where_nothing_else_fits(peaks, tmp_path) -> None:
+    least, default = peaks
+    plan = plan_of(memory_budget_bytes=(least + default) / 2)
+    assert plan.xla_options == CHOSEN
+    assert plan.estimated_peak_bytes <= (least + default) / 2
+    assert any("schedule for the least memory" in warning for warning in plan.warnings)
+    assert f"{LATENCY_HIDING}=false" in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    assert ParallelPlan.load(tmp_path / "plan.json").xla_options == CHOSEN
+
+
+def test_not_chosen_where_the_default_fits(peaks) -> None:
+    plan = plan_of(memory_budget_bytes=1.1 * peaks[1])
+    assert plan.xla_options is None
+    assert not plan.warnings
+
+
+def test_the_users_choice_stays(peaks) -> None:
+    least, default = peaks
+    with pytest.raises(autopar.MemoryBudgetError) as caught:
+        plan_of(memory_budget_bytes=(least + default) / 2, xla_options={LATENCY_HIDING: True})
+    assert "XLA's schedule" not in caught.value.tried
+
+
+def test_nothing_is_hidden_on_cpus(peaks) -> None:
+    with pytest.raises(autopar.MemoryBudgetError) as caught:
+        plan_of(cluster=autopar.ClusterSpec(1, 8, "cpu"), memory_budget_bytes=peaks[0] / 2)
+    assert "XLA's schedule" not in caught.value.tried
+
+
+def test_an_error_says_that_it_was_tried(peaks) -> None:
+    with pytest.raises(autopar.MemoryBudgetError) as caught:
+        plan_of(memory_budget_bytes=peaks[0] / 2)
+    assert "the one for the least memory" in caught.value.tried["XLA's schedule"]
