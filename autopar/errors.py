@@ -40,8 +40,8 @@ class MemoryBudgetError(AutoparError, RuntimeError):
 
     peak_bytes:   the smallest peak per device that was found.
     budget_bytes: the memory or budget per device.
-    tried:        "micro-batches", "recomputation", "pipelines", "XLA's schedule" or "host memory" ->
-                  what came of it, or why it was not tried.
+    tried:        "micro-batches", "recomputation", "pipelines", "XLA's schedule", "host memory"
+                  -> what came of it, or why it was not tried.
     remedies:     what would help -> how.
     num_micro_batches: how many of them may be enough; None if none seem to be.
     """
