@@ -50,7 +50,6 @@ from autopar.methods import (
     FollowParallel,
     ParallelMethod,
     PipeshardParallel,
-    ShardingOptions,
     ShardParallel,
     options_of,
 )
@@ -244,16 +243,17 @@ def _plan(task: _Task) -> PlannedStep:
 
 
 def _plan_by_method(task: _Task) -> PlannedStep:
-    """With all state on the devices; if no such plan fits, in XLA's schedule for the least memory;
-    if none fits so either, with some of the state in host memory."""
+    """With all state on the devices; if no such plan fits, or memory makes it slow, in XLA's
+    schedule for the least memory; if none fits so either, with some of the state in host memory."""
+    lean = _with_least_memory(task)
     try:
-        return _plan_on_devices(task)
+        planned = _plan_on_devices(task)
+        return planned if lean is None else _or_lean(planned, task, lean)
     except MemoryBudgetError as error:
         misfit = error
-    lean = _with_least_memory(task)
     if lean is not None:
         try:
-            return _noted_as_lean(_plan_on_devices(replace(task, method=lean)), lean.options)
+            return _as_lean(_plan_on_devices(replace(task, method=lean)), lean, _NOTHING_ELSE_FITS)
         except MemoryBudgetError as error:
             tried = f"tried, the one for the least memory: {first_line(error)}"
             misfit = misfit.having_tried({"XLA's schedule": tried})
@@ -261,14 +261,17 @@ def _plan_by_method(task: _Task) -> PlannedStep:
     return plan_with_host_memory(ways, misfit)
 
 
-def _with_least_memory(task: _Task) -> AutoParallel | ShardParallel | PipeshardParallel | None:
+_LeanMethod = AutoParallel | ShardParallel | PipeshardParallel
+
+
+def _with_least_memory(task: _Task) -> _LeanMethod | None:
     """The method in XLA's schedule for the least memory; None if there is nothing to hide under
     compute, or the user has chosen. By default, XLA hides collectives of GPUs, and keeps the
     operands of many gradients of parameters for that."""
     method = task.method
     if method is None:
         method = AutoParallel() if task.mesh is None else ShardParallel()
-    if not isinstance(method, AutoParallel | ShardParallel | PipeshardParallel):
+    if not isinstance(method, _LeanMethod):
         return None
     options = method.options
     if task.cluster.num_devices == 1 or not task.cluster.spec.hides_collectives:
@@ -279,12 +282,32 @@ def _with_least_memory(task: _Task) -> AutoParallel | ShardParallel | PipeshardP
     return replace(method, options=options)
 
 
-def _noted_as_lean(planned: PlannedStep, options: ShardingOptions) -> PlannedStep:
+def _or_lean(planned: PlannedStep, task: _Task, lean: _LeanMethod) -> PlannedStep:
+    """A plan on one mesh that is slow for want of memory, or one in XLA's schedule for the least
+    memory, if that is faster in any case: with nothing hidden, where the other hides everything."""
+    plan, deadline = planned.plan, task.log.deadline
+    is_cut = plan.num_micro_batches > 1 and isinstance(lean, AutoParallel)
+    if plan.is_pipeline or not (plan.remat or is_cut) or not deadline.allows(deadline.elapsed_s):
+        return planned
+    try:
+        other = _plan_on_devices(replace(task, method=lean, one_mesh=True))
+    except MemoryBudgetError:
+        return planned
+    hidden_s = sum(module.communication_s for module in plan.modules)
+    if other.plan.estimated_step_s >= plan.estimated_step_s - hidden_s:
+        return planned
+    return _as_lean(other, lean, _SLOWER)
+
+
+_NOTHING_ELSE_FITS, _SLOWER = "no plan fits", "plans that fit recompute or cut more, and are slower"
+
+
+def _as_lean(planned: PlannedStep, method: _LeanMethod, why: str) -> PlannedStep:
     warning = (
-        "No plan fits in XLA's default schedule, which hides collectives under compute. This one "
-        f"fits in its schedule for the least memory ({LATENCY_HIDING}=false), in which they wait."
+        f"XLA schedules this step for the least memory ({LATENCY_HIDING}=false), so collectives do "
+        f"not run under compute: in its default schedule, {why}."
     )
-    warnings, kept = (*planned.plan.warnings, warning), stored_options(options.xla_options)
+    warnings, kept = (*planned.plan.warnings, warning), stored_options(method.options.xla_options)
     return replace(planned, plan=replace(planned.plan, warnings=warnings, xla_options=kept))
 
 

@@ -85,9 +85,12 @@ def _best_planned(task: AutoTask, outcomes: Outcomes, one_mesh: bool) -> Planned
 
 
 def _one_mesh_first(task: AutoTask, outcomes: Outcomes, reason: str | None) -> PlannedStep | None:
-    """Plan on one mesh, and search a pipeline if it can be faster. `reason`: why it cannot be
-    searched, if that is known."""
+    """Plan on one mesh, with a cut batch if the whole one does not fit, and search a pipeline if it
+    can be faster. `reason`: why it cannot be searched, if that is known."""
     whole = outcomes.on_one_mesh()
+    is_too_large = whole is None and outcomes.misfit is not None
+    if is_too_large:
+        whole = _with_micro_batches(task, outcomes)
     whole_s = inf if whole is None else whole.plan.estimated_step_s
     reason = reason or _why_too_slow(task, whole) or _why_whole_batch(task)
     pipeline = None
@@ -98,21 +101,22 @@ def _one_mesh_first(task: AutoTask, outcomes: Outcomes, reason: str | None) -> P
     else:
         outcomes.tried[PIPELINES] = f"not tried: {reason}"
     if pipeline is not None and pipeline.plan.estimated_step_s < whole_s:
+        if pipeline.plan.num_stages == 1:
+            return _or_on_one_mesh(task, outcomes, pipeline, whole)
         return _with_notes(pipeline, whole_s)
     note = outcomes.tried.get(PIPELINES)
-    if whole is not None:
-        search = None if pipeline is None else pipeline.plan.search
-        return _with_notes(whole, whole_s, search, note)
-    planned = _with_micro_batches(task, outcomes)
-    return None if planned is None else _with_notes(planned, inf, note=note)
+    if whole is None and not is_too_large:
+        whole = _with_micro_batches(task, outcomes)
+    if whole is None:
+        return None
+    search = None if pipeline is None else pipeline.plan.search
+    return _with_notes(whole, whole_s, search, note)
 
 
 def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
     none with as many micro-batches is solved. Tables say little of fewer: these have more rows to
-    split over the devices, and gather parameters less often. Across hosts, a pipeline of one stage
-    gives way to one program on that mesh, unless that is clearly slower: short of memory, two
-    programs per micro-batch may have it easier."""
+    split over the devices, and gather parameters less often."""
     early = _early_on_one_mesh(task)
     if early is not None and not _has_time(task, "pipelines"):
         outcomes.tried[PIPELINES] = "not tried: there was no time left"
@@ -128,14 +132,25 @@ def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
             return None
         note = outcomes.tried[PIPELINES]
         return _with_notes(planned, planned.plan.estimated_step_s, note=note)
+    return _or_on_one_mesh(task, outcomes, pipeline, early)
+
+
+def _or_on_one_mesh(
+    task: AutoTask, outcomes: Outcomes, pipeline: PlannedStep, known: PlannedStep | None
+) -> PlannedStep:
+    """The best of a pipeline and plans on one mesh, of which one may be known. A pipeline of one
+    stage gives way to one program on that mesh, unless that is clearly slower: short of memory, two
+    programs per micro-batch may have it easier."""
     plan, pipeline_s = pipeline.plan, pipeline.plan.estimated_step_s
     numbers = _numbers_on_one_mesh(task, pipeline)
-    if not numbers and early is None:
+    if not numbers and known is None:
         return pipeline
-    best = pipeline if plan.num_stages > 1 or task.cluster.num_hosts == 1 else None
-    best = _faster(best, early)
-    whole_s = inf
+    gives_way = plan.num_stages == 1 and (task.cluster.num_hosts > 1 or _has_time(task, "one mesh"))
+    best = _faster(None if gives_way else pipeline, known)
+    whole_s = inf if known is None else known.plan.estimated_step_s
     for number in numbers:
+        if known is not None and number == known.plan.num_micro_batches:
+            continue
         least_s = recomputed_s(task, number, task.log.work_s or task.log.ideal_s)
         if best is not None and least_s >= best.plan.estimated_step_s:
             continue
@@ -148,6 +163,8 @@ def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
         whole_s = min(whole_s, whole.plan.estimated_step_s)
         if best is None or whole.plan.estimated_step_s < best.plan.estimated_step_s:
             best = whole
+        elif whole.plan.remat:
+            break  # with fewer micro-batches, even more is recomputed
     if best is None or best.plan.estimated_step_s > _WORTH_SOLVING * pipeline_s:
         best = pipeline
     return _with_notes(best, whole_s, plan.search)
@@ -180,19 +197,21 @@ def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
 
 def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
     """Numbers of micro-batches for which a plan on one mesh may beat this pipeline, its own number
-    first."""
+    first. A pipeline of one stage is such a plan already, and each number deserves a try."""
     plan = pipeline.plan
     one_s = None if plan.search is None else plan.search.intra_only_s
     one_s = inf if one_s is None else one_s  # on one mesh, not even micro-batches fit
     one_s -= 2 * plan.num_micro_batches * launch_s(task.cluster)  # a loop in one program
     numbers = set()
-    is_one_stage = plan.num_stages == 1 and task.cluster.num_hosts > 1
+    is_one_stage = plan.num_stages == 1
     if is_one_stage or (plan.num_stages > 1 and one_s <= _WORTH_SOLVING * plan.estimated_step_s):
         numbers.add(int(plan.num_micro_batches))
     if task.number_is_free:
         fewest = next((n for n in task.numbers if may_fit(task, n)), None)
         if fewest is not None and (fewest == 1 or fewest < plan.num_micro_batches):
             numbers.add(fewest)
+            if is_one_stage:
+                numbers.update(n for n in task.numbers if fewest < n < plan.num_micro_batches)
     return sorted(numbers, reverse=True)
 
 
@@ -331,7 +350,8 @@ def _why_too_slow(task: AutoTask, whole: PlannedStep | None) -> str | None:
     flops = program_flops(step.program) / cluster.num_devices
     work_s, each_s = max(min_work_s(cluster, flops), task.log.work_s), launch_s(cluster)
     min_s = work_s + _FEWEST_LAUNCHES * each_s
-    if not whole.plan.solver.unbounded and not whole.plan.remat:
+    has_room = whole.plan.num_micro_batches == 1 and not whole.plan.remat
+    if has_room and not whole.plan.solver.unbounded:
         numbers = _possible_numbers(task)
         min_s = min(work_s * (1 + 1 / n) + 2 * (n + 1) * each_s for n in numbers)
     is_slow = whole.plan.estimated_step_s > min_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import autopar
 from autopar.errors import MemoryBudgetError
 from autopar.ir.stages import SearchReport
+from autopar.ir.xla_options import LATENCY_HIDING
 from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.memory_limits import memory_by_rows
@@ -111,6 +113,54 @@ def test_one_device_is_planned_as_it_is() -> None:
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=autopar.ClusterSpec(1, 1, "a100-sxm"))
     assert not plan.is_pipeline
     assert plan.num_devices == 1
+
+
+@pytest.mark.parametrize("share", [0.55, 0.3])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_on_a_host_that_is_short_of_memory_no_number_of_micro_batches_is_faster(
+    share: float, checkpoints: bool
+) -> None:
+    """Tables are made at many micro-batches; a step that has to be cut in two is not cut in eight.
+    Layers that the user recomputes leave none for the planner to recompute."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["in"]) @ w["out"]
+
+    def loss(weights, batch):
+        x = batch["x"]
+        for weight in weights:
+            x = (jax.checkpoint(layer) if checkpoints else layer)(x, weight)
+        return jnp.mean(jnp.square(x))
+
+    def train_step(weights, batch):
+        value, grads = jax.value_and_grad(loss)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    array = jax.ShapeDtypeStruct
+    weight = {"in": array((512, 2048), jnp.float32), "out": array((2048, 512), jnp.float32)}
+    args = [weight] * 6, {"x": array((65536, 512), jnp.float32)}
+
+    def planned(method: Any, budget: float | None) -> autopar.ParallelPlan | None:
+        options = autopar.ShardingOptions(
+            memory_budget_bytes=budget, xla_options={LATENCY_HIDING: True}
+        )
+        cluster = autopar.ClusterSpec(1, 4, "h100-sxm")
+        try:
+            return autopar.plan(train_step, *args, cluster=cluster, method=method(options=options))
+        except MemoryBudgetError:
+            return None
+
+    free = planned(autopar.ShardParallel, None)
+    assert free is not None
+    budget = share * free.estimated_peak_bytes
+    chosen = planned(autopar.AutoParallel, budget)
+    assert chosen is not None
+    assert chosen.estimated_peak_bytes <= budget
+    assert chosen.num_stages > 1 or not chosen.is_pipeline
+    for number in (1, 2, 4, 8):
+        by_hand = planned(partial(autopar.ShardParallel, num_micro_batches=number), budget)
+        if by_hand is not None:
+            assert chosen.estimated_step_s <= 1.0001 * by_hand.estimated_step_s, number
 
 
 @pytest.mark.parametrize(("slower", "is_kept"), [(1.0, False), (1e6, True)])
