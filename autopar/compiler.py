@@ -243,17 +243,16 @@ def _plan(task: _Task) -> PlannedStep:
 
 
 def _plan_by_method(task: _Task) -> PlannedStep:
-    """With all state on the devices; if no such plan fits, or memory makes it slow, in XLA's
-    schedule for the least memory; if none fits so either, with some of the state in host memory."""
-    lean = _with_least_memory(task)
+    """With all state on the devices; if no such plan fits, in XLA's schedule for the least memory;
+    if none fits so either, with some of the state in host memory."""
     try:
-        planned = _plan_on_devices(task)
-        return planned if lean is None else _or_lean(planned, task, lean)
+        return _plan_on_devices(task)
     except MemoryBudgetError as error:
         misfit = error
+    lean = _with_least_memory(task)
     if lean is not None:
         try:
-            return _as_lean(_plan_on_devices(replace(task, method=lean)), lean, _NOTHING_ELSE_FITS)
+            return _as_lean(_plan_on_devices(replace(task, method=lean)), lean)
         except MemoryBudgetError as error:
             tried = f"tried, the one for the least memory: {first_line(error)}"
             misfit = misfit.having_tried({"XLA's schedule": tried})
@@ -282,30 +281,10 @@ def _with_least_memory(task: _Task) -> _LeanMethod | None:
     return replace(method, options=options)
 
 
-def _or_lean(planned: PlannedStep, task: _Task, lean: _LeanMethod) -> PlannedStep:
-    """A plan on one mesh that is slow for want of memory, or one in XLA's schedule for the least
-    memory, if that is faster in any case: with nothing hidden, where the other hides everything."""
-    plan, deadline = planned.plan, task.log.deadline
-    is_cut = plan.num_micro_batches > 1 and isinstance(lean, AutoParallel)
-    if plan.is_pipeline or not (plan.remat or is_cut) or not deadline.allows(deadline.elapsed_s):
-        return planned
-    try:
-        other = _plan_on_devices(replace(task, method=lean, one_mesh=True))
-    except MemoryBudgetError:
-        return planned
-    hidden_s = sum(module.communication_s for module in plan.modules)
-    if other.plan.estimated_step_s >= plan.estimated_step_s - hidden_s:
-        return planned
-    return _as_lean(other, lean, _SLOWER)
-
-
-_NOTHING_ELSE_FITS, _SLOWER = "no plan fits", "plans that fit recompute or cut more, and are slower"
-
-
-def _as_lean(planned: PlannedStep, method: _LeanMethod, why: str) -> PlannedStep:
+def _as_lean(planned: PlannedStep, method: _LeanMethod) -> PlannedStep:
     warning = (
         f"XLA schedules this step for the least memory ({LATENCY_HIDING}=false), so collectives do "
-        f"not run under compute: in its default schedule, {why}."
+        "not run under compute: in its default schedule, no plan fits."
     )
     warnings, kept = (*planned.plan.warnings, warning), stored_options(method.options.xla_options)
     return replace(planned, plan=replace(planned.plan, warnings=warnings, xla_options=kept))
