@@ -251,6 +251,7 @@ def _plan_by_method(task: _Task) -> PlannedStep:
         misfit = error
     lean = _with_least_memory(task)
     if lean is not None:
+        task.log.memory = None  # of the other schedule
         try:
             return _as_lean(_plan_on_devices(replace(task, method=lean)), lean)
         except MemoryBudgetError as error:

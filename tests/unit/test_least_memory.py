@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar import compiler
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.xla_options import LATENCY_HIDING, hides_latency
+from autopar.sharding.memory_limits import MemoryByRows
 
 H100S = autopar.ClusterSpec(1, 8, "h100-sxm")
 ROWS, WIDTH, LAYERS = 65536, 256, 8
@@ -100,3 +102,19 @@ def test_an_error_says_that_it_was_tried(peaks) -> None:
     with pytest.raises(autopar.MemoryBudgetError) as caught:
         plan_of(memory_budget_bytes=peaks[0] / 2)
     assert "the one for the least memory" in caught.value.tried["XLA's schedule"]
+
+
+def test_the_second_search_knows_nothing_of_the_first_ones_memory(monkeypatch) -> None:
+    """Else it would rule out micro-batches by the memory of the default schedule."""
+    plans, known = compiler.plan_automatically, []
+
+    def plan_automatically(task, **options):
+        known.append(task.log.memory)
+        if len(known) == 1:
+            task.log.memory = MemoryByRows(2, 1e12, 1e12, 1e12)
+            raise autopar.MemoryBudgetError("too large")
+        return plans(task, **options)
+
+    monkeypatch.setattr(compiler, "plan_automatically", plan_automatically)
+    assert plan_of(method=autopar.AutoParallel).xla_options == CHOSEN
+    assert known == [None, None]
