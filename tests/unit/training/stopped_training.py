@@ -91,7 +91,8 @@ def main() -> None:
         on_step=on_step,
         grace_s=20,
     )
-    print("count", int(np.asarray(state["count"].addressable_data(0))))
+    count = np.asarray(state["count"].addressable_data(0))
+    print(f"count {int(count)}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(scenario: str) -> None:
     w, x = np.ones((4, 4), np.float32), np.ones((6, 4), np.float32)
     for _ in range(2):
         w, loss = step(w, x)
-    print("loss", float(loss), flush=True)
+    print(f"loss {float(loss)}", flush=True)
     if scenario == "in the step" and is_failing:
         step.last_executable.compiled = refuse
     elif scenario in ("between steps", "while others compute") and is_failing:
