@@ -10,7 +10,7 @@ not measured.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
 from typing import Any
 
@@ -20,6 +20,10 @@ from autopar.ir.profile import MachineProfile, ProfileSummary, find_profile, res
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
 AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that others can replace
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,27 @@ class DeviceSpec:
     host_link_bandwidth: float | None = field(default=None, metadata={"omit_none": True})
     blocking_collectives: bool | None = field(default=None, metadata={"omit_none": True})
     patch_element_s: float | None = field(default=None, metadata={"omit_none": True})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ArgumentError(f"DeviceSpec(name={self.name!r}): needs a name, such as 'mi300x'.")
+        for figure in fields(self)[1:]:
+            given = getattr(self, figure.name)
+            if given is None and figure.default is None:
+                continue
+            if figure.name == "blocking_collectives":
+                is_valid, needs = isinstance(given, bool), "True, False or None"
+            elif figure.name.endswith("_alpha_s"):
+                is_valid, needs = _is_number(given) and 0 <= given < inf, "a number ≥ 0"
+            else:
+                is_valid, needs = _is_number(given) and 0 < given < inf, "a number > 0"
+            if not is_valid:
+                raise ArgumentError(f"DeviceSpec({figure.name}={given!r}): needs {needs}.")
+        if self.efficiency > 1:
+            raise ArgumentError(
+                f"DeviceSpec(efficiency={self.efficiency!r}): needs the share of the peak rate "
+                "that matrix products reach, above 0 and at most 1."
+            )
 
     @property
     def hides_collectives(self) -> bool:
@@ -238,10 +263,6 @@ def _check_same_device(profile: MachineProfile | ProfileSummary, name: str) -> N
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

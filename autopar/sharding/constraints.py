@@ -98,7 +98,10 @@ def divisible_meshes(
     graph: Graph, meshes: list[LogicalMesh], method: OneMeshMethod, cluster: ClusterSpec
 ) -> list[LogicalMesh]:
     """Meshes of which every axis divides something. If none is left and the mesh is ours to
-    choose, those of fewer devices, as many as possible; else an error."""
+    choose, those of fewer devices, as many as possible; else an error. Data parallelism cuts the
+    batch only, and checks it (`zero.py`)."""
+    if isinstance(method, DataParallel):
+        return meshes
     sizes = {n for value in graph.values for n in value.shape}
 
     def divides(shape: Sequence[int]) -> bool:

@@ -123,6 +123,16 @@ def cases(*rows: tuple[Any, ...]) -> Any:
         lambda: plan_with(DataParallel(), args=(STATE, {"x": array(30, 8)})),
     ),
     (
+        "data parallel, nothing that the devices divide",
+        MeshError,
+        ("batch['x']", "batch dimension of 9", "6 devices of Zero3Parallel", "multiple of 6"),
+        lambda: autopar.plan(
+            *(step, {"w": array(8, 16)}, {"x": array(9, 8)}),
+            cluster=autopar.ClusterSpec(1, 6),
+            method=autopar.Zero3Parallel(),
+        ),
+    ),
+    (
         "data parallel, no batch",
         ArgumentError,
         ("DataParallel", "double", "batch_argnums"),

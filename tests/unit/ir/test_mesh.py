@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import ArgumentError, MeshError
@@ -82,6 +84,28 @@ def test_a_device_of_ones_own() -> None:
         ClusterSpec(1, 8, "h900")
     with pytest.raises(ArgumentError, match=r"not a preset \(did you mean 'v100-32gb' or 'v100'"):
         ClusterSpec(1, 8, "V100-32G")
+
+
+@pytest.mark.parametrize(
+    ("figure", "needs"),
+    [
+        ({"name": ""}, r"name=''\): needs a name"),
+        ({"flops_16bit": -1.0}, r"flops_16bit=-1.0\): needs a number > 0"),
+        ({"memory_bytes": "80 GB"}, r"memory_bytes='80 GB'\): needs a number > 0"),
+        ({"memory_bandwidth": float("nan")}, r"memory_bandwidth=nan\): needs a number > 0"),
+        ({"host_bandwidth": float("inf")}, r"host_bandwidth=inf\): needs a number > 0"),
+        ({"inter_host_alpha_s": -1e-6}, r"inter_host_alpha_s=-1e-06\): needs a number ≥ 0"),
+        ({"efficiency": None}, r"efficiency=None\): needs a number > 0"),
+        ({"efficiency": 70}, r"efficiency=70\): needs the share of the peak rate"),
+        ({"patch_element_s": 0}, r"patch_element_s=0\): needs a number > 0"),
+        ({"blocking_collectives": "no"}, r"blocking_collectives='no'\): needs True, False or None"),
+    ],
+)
+def test_devices_that_cannot_be(figure, needs) -> None:
+    with pytest.raises(ArgumentError, match=r"DeviceSpec\(" + needs):
+        replace(DeviceSpec("own", 2e12, 1e12, 1e9, 1e11, 1e10, 1e9), **figure)
+    free = DeviceSpec("free", 1, 1, 1, 1, 1, 1, intra_host_alpha_s=0.0, inter_host_alpha_s=0)
+    assert free.intra_host_alpha_s == 0
 
 
 def test_a_clusters_own_figures_replace_the_presets() -> None:
