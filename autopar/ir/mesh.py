@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from autopar.errors import ArgumentError, MeshError, ProfileError, near_names
 from autopar.ir.codec import Stored
@@ -22,7 +22,7 @@ DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
 AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that others can replace
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
