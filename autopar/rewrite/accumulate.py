@@ -81,14 +81,14 @@ def batch_size(step: TracedStep, num_micro_batches: int) -> int:
         near = sorted(divisors, key=lambda n: (abs(n - num_micro_batches), n))[:3]
         raise MeshError(
             f"{path}: its batch dimension of {size} is not divisible by num_micro_batches="
-            f"{num_micro_batches}. Use {' or '.join(map(str, sorted(near)))} micro-batches, or "
-            f"another batch size."
+            f"{num_micro_batches}. Set num_micro_batches to {' or '.join(map(str, sorted(near)))}, "
+            "or change the batch size."
         )
     return size
 
 
 def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[jax.ShapeDtypeStruct]:
-    """The leaves of a call with one micro-batch in placement of the batch, as shapes."""
+    """The leaves of a call with one micro-batch in place of the batch, as shapes."""
     size = batch_size(step, num_micro_batches) // num_micro_batches
     leaves = []
     for index, aval in enumerate(step.avals):
