@@ -1,7 +1,8 @@
 """How long values are in memory: from the nodes of a graph to its `Liveness`, before sharding.
 
 `fusion` says which values are written. Time is the position of a node in the graph, except where
-XLA is known to run it elsewhere (`run_order`). The model follows how XLA compiles for GPUs:
+XLA is known to run it elsewhere (`run_order`, `early_backward`). The model follows how XLA compiles
+for GPUs:
 
 - *Fusion.* A value that readers recompute needs its sources until its last reader runs, which is
   why few activations survive until the backward pass; so do the sources of one that products read
@@ -29,6 +30,7 @@ from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
 from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.tracer.costs import REDUCTIONS, UNFUSED
 from autopar.tracer.dataflow import Dataflow, Type
+from autopar.tracer.early_backward import early_backward
 from autopar.tracer.folding import folded_products, folded_scatters, turned_products
 from autopar.tracer.fusion import Fusion
 from autopar.tracer.regions import UPDATE
@@ -52,6 +54,13 @@ def find_lives(
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
     (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
     everywhere; `instructions_per_byte`: of the device."""
+    order = None if overlaps else early_backward(nodes, loops)
+    place = list(range(len(nodes)))  # of each node, in the order that XLA runs them
+    if order is not None:
+        for number, index in enumerate(order):
+            place[index] = number
+        nodes = [nodes[index] for index in order]
+        loops = [(place[start], place[stop - 1] + 1) for start, stop in loops]
     flow = Dataflow(nodes, values, zeros)
     returned = frozenset(o for o in outputs if o is not None)
     kept = frozenset(o for o in in_place if o is not None)
@@ -69,7 +78,8 @@ def find_lives(
     times = run_times(nodes, flow.zeros, overlaps)
     sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
     lives, node_ends = sweep.lives()
-    return Liveness(tuple(lives), tuple(sweep.times), tuple(node_ends), priced.read_from_memory())
+    times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
+    return Liveness(tuple(lives), tuple(times), tuple(node_ends), priced.read_from_memory())
 
 
 def transposed_state(flow: Dataflow, in_place: Collection[int]) -> frozenset[int]:

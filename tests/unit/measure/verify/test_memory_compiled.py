@@ -75,6 +75,20 @@ def deep(layers: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
+def two_losses(w: dict[str, list[jax.Array]], x: jax.Array) -> jax.Array:
+    """Networks with a loss each; the second reads what the first says, without a gradient. XLA
+    differentiates the first before it computes the second."""
+
+    def network(layers: list[jax.Array], x: jax.Array) -> jax.Array:
+        for layer in layers:
+            x = jax.nn.relu(x @ layer)
+        return x
+
+    coarse = network(w["coarse"], x)
+    fine = network(w["fine"], x + jax.lax.stop_gradient(coarse))
+    return jnp.sum(coarse**2) + jnp.sum(fine**2)
+
+
 @pytest.mark.parametrize(
     ("loss_of", "state", "batch", "num_devices", "remat"),
     [
@@ -87,6 +101,13 @@ def deep(layers: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
             "none",
         ),
         (attention, array(512, 2048), array(8192, 512), 1, "none"),
+        (
+            two_losses,
+            {"coarse": [array(256, 256)] * 6, "fine": [array(256, 256)] * 6},
+            array(65536, 256),
+            1,
+            "none",
+        ),
         (deep, [(array(512, 2048), array(2048, 512))] * 8, array(16384, 512), 8, "all"),
     ],
 )
