@@ -256,7 +256,7 @@ class Zero2Parallel(DataParallel):
 @dataclass(frozen=True)
 class Zero3Parallel(DataParallel):
     """Data parallelism with gradients, optimizer state and parameters sharded: parameters are
-    gathered where they are used.
+    gathered where they are used; those that a scan slices, a layer at a time in its trip.
 
     num_micro_batches, remat: as for `DataParallel`.
     """

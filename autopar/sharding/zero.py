@@ -2,7 +2,8 @@
 
 DataParallel    the batch is split over every axis, everything else is whole
 Zero2Parallel   so, but state that is no parameter is split, and the update is free
-Zero3Parallel   so, but all state is split
+Zero3Parallel   so, but all state is split; what a scan slices of it is sliced as it is split, so
+                that each trip gathers its own layer and the stack is never whole
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def data_parallel_constraints(
         )
     whole = (WHOLE,) * len(mesh.shape)
     to_split = _state_to_split(graph, method)
+    slices = _slices_of_state(graph, to_split) if isinstance(method, Zero3Parallel) else set()
     allowed: dict[int, frozenset[Layout]] = {}
     for index, value in enumerate(graph.inputs):
         shape = graph.values[value].shape
@@ -65,12 +67,34 @@ def data_parallel_constraints(
             wanted = tuple(node.batch_factor if n > 1 else -1 for n in mesh.shape)
             split = [i for i in every if strategies[i].factors == wanted]
             return split or whole or every
+        if slices.intersection(node.results):
+            return [i for i in every if _splits(strategies[i], mesh)] or every
         generated = node.kind is NodeKind.OP and all(
             not graph.values[v].shape for v in node.operands
         )
         return every if generated or to_split else whole or every
 
     return allowed, keep
+
+
+def _splits(strategy: Strategy, mesh: LogicalMesh) -> bool:
+    """Whether it splits along every axis of the mesh."""
+    return all(f >= 0 for f, size in zip(strategy.factors, mesh.shape, strict=True) if size > 1)
+
+
+def _slices_of_state(graph: Graph, state: set[int]) -> set[int]:
+    """What scans slice of state, or of what is computed from state alone before the scan, such as
+    parameters in another type."""
+    known, slices = set(state), set[int]()
+    for node in graph.nodes:
+        arrays = [v for v in node.operands if graph.values[v].shape]
+        if node.batch_factor is not None or not arrays or not known.issuperset(arrays):
+            continue
+        if node.kind in (NodeKind.OP, NodeKind.USE):
+            known.update(node.results)
+        if node.name == "scan_slice":
+            slices.update(node.results)
+    return slices
 
 
 def _state_to_split(graph: Graph, method: DataParallel) -> set[int]:

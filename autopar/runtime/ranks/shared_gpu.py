@@ -105,10 +105,16 @@ class CpuRanks(Ranks):
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_rank),
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            # A collective holds a thread per device while it waits for other ranks.
-            "PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * self.devices_per_rank + 4)),
+            "PJRT_NPROC": os.environ.get("PJRT_NPROC") or str(self._num_threads()),
             "XLA_FLAGS": " ".join(f for f in flags if not f.startswith(_HOST_DEVICES)),
         }
+
+    def _num_threads(self) -> int:
+        """A rank's share of the cores: XLA splits operations among its threads, so more of them
+        cost time and gain nothing. But a collective holds a thread per device while it waits for
+        other ranks, and some must be left to send what those wait for."""
+        cores = os.cpu_count() or 1
+        return max(cores // self.num_ranks, 2 * self.devices_per_rank + 4)
 
     def describe(self) -> str:
         return f"{self.num_ranks} ranks on the CPU"

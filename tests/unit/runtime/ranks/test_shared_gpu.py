@@ -192,6 +192,16 @@ def test_too_many_ranks(driver):
         CpuRanks(0)
 
 
+def test_ranks_on_the_cpu_share_its_cores(monkeypatch):
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert CpuRanks(4).environment()["PJRT_NPROC"] == "16"
+    assert CpuRanks(64).environment()["PJRT_NPROC"] == "6"  # threads for collectives and tiles
+    assert CpuRanks(64, devices_per_rank=4).environment()["PJRT_NPROC"] == "12"
+    monkeypatch.setenv("PJRT_NPROC", "1")
+    assert CpuRanks(4).environment()["PJRT_NPROC"] == "1"
+
+
 def test_an_old_nccl(driver, monkeypatch):
     driver(1)
     monkeypatch.setattr(shared_gpu, "_version_of", lambda library: (2, 27, 3))
