@@ -4,7 +4,9 @@
 
 plans each model twice, with `ShardingOptions(overlap=False)` and `True`, compiles both for GPUs
 that need not be there (`pip install 'autopar[verify]'`), and prints what the judge reads from XLA's
-schedules, as a table. Two layers of each transformer, one block per stage of a Wide-ResNet.
+schedules, as a table. Its last columns are, of the second plan, the communication that the planner
+expects to be hidden and what is hidden by the judge. Two layers of each transformer, one block per
+stage of a Wide-ResNet.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ ROWS = (
     Row("bert-large", 8, 32, layers=2),
     Row("wresnet-2b", 8, 24, layers=1),
 )
-_TITLES = ("model", "step", "with overlap", "exposed", "with overlap")
+_TITLES = (
+    *("model", "step", "with overlap", "exposed", "with overlap"),
+    *("hidden, planned", "hidden, judged"),
+)
 
 
 def main() -> None:
@@ -32,18 +37,24 @@ def main() -> None:
     check_names(parser, "--model", options.model, [row.model for row in ROWS])
     rows: dict[str, list[dict[str, float]]] = {}
     print("| " + " | ".join(_TITLES) + " |")
-    print("|---|---|---|---|---|")
+    print("|" + "---|" * len(_TITLES))
     for row in ROWS:
         if options.model and row.model not in options.model:
             continue
         both = rows[row.model] = [_judged(row, overlap) for overlap in (False, True)]
-        cells = [f"{one[key]:.2f} ms" for key in ("step_ms", "exposed_ms") for one in both]
-        print(f"| {row.model} | " + " | ".join(cells) + " |", flush=True)
+        print("| " + " | ".join([row.model, *cells_of(*both)]) + " |", flush=True)
         if options.json:
             write_json(
                 options.json,
                 {"command": command_line("benchmarks.overlap", FILE=options.json), "rows": rows},
             )
+
+
+def cells_of(without: dict[str, float], with_overlap: dict[str, float]) -> list[str]:
+    both = (without, with_overlap)
+    figures = [one[key] for key in ("step_ms", "exposed_ms") for one in both]
+    hidden = with_overlap["communication_ms"] - with_overlap["exposed_ms"]
+    return [f"{ms:.2f} ms" for ms in (*figures, with_overlap["planned_hidden_ms"], hidden)]
 
 
 def _judged(row: Row, overlap: bool) -> dict[str, float]:
@@ -55,7 +66,8 @@ def _judged(row: Row, overlap: bool) -> dict[str, float]:
         cluster=cluster_of(row),
         method=autopar.AutoParallel(options=autopar.ShardingOptions(overlap=overlap)),
     )
-    return figures_of_plan(planned, row)
+    planned_hidden_ms = 1e3 * (planned.plan.hidden_s or 0.0)
+    return {**figures_of_plan(planned, row), "planned_hidden_ms": planned_hidden_ms}
 
 
 if __name__ == "__main__":

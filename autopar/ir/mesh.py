@@ -152,7 +152,7 @@ DEVICES: dict[str, DeviceSpec] = {
         DeviceSpec(
             *("cpu", 2.5e10, 2.5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0),
             blocking_collectives=True,
-            patch_element_s=3e-9,
+            patch_element_s=2.5e-9,
         ),
     )
 }
