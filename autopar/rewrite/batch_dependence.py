@@ -35,6 +35,8 @@ class BatchDependence(Enum):
     AFFINE = "affine"
     NONLINEAR = "nonlinear"
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and these are put into many sets
+
 
 ZERO, SAME, ROWS = BatchDependence.ZERO, BatchDependence.SAME, BatchDependence.ROWS
 SUM, AFFINE, NONLINEAR = BatchDependence.SUM, BatchDependence.AFFINE, BatchDependence.NONLINEAR

@@ -97,7 +97,9 @@ def choose_remat(
 ) -> PlannedStep:
     """`name`: the step's, for errors. `in_full`: explain a step that does not fit."""
     tries = _Tries(problem, name, log or PlanningLog())
+    started = time.monotonic()
     without = tries.plan((), None)
+    took_s = time.monotonic() - started
     if without is not None and not without.solver.unbounded:
         return tries.planned[0]
     layers = problem.layers()
@@ -106,7 +108,7 @@ def choose_remat(
             return tries.planned[0]
         return tries.give_up(layers, in_full)
     mesh_shape = without.mesh_shape if without is not None else None
-    deadline, took_s = tries.log.deadline, 0.0
+    deadline = tries.log.deadline
     for _ in range(_MAX_TRIES):
         count = _num_needed(layers, without, tries.failed, num_devices)
         if not count or (tries.failed and count <= tries.failed[-1][0]):

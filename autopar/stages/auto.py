@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from autopar.cost.measured import min_work_s
@@ -33,9 +34,10 @@ from autopar.stages.auto_task import (
     bytes_without_recomputation,
     least_bytes,
     may_fit,
+    most_gained,
     recomputed_s,
 )
-from autopar.stages.choose_stages import device_budget
+from autopar.stages.choose_stages import device_budget, loop_graph
 from autopar.stages.looped import batch_rows, first_micro_batches, launch_s
 from autopar.tracer.costs import program_flops
 
@@ -43,8 +45,10 @@ from autopar.tracer.costs import program_flops
 _FEWEST_LAUNCHES = 6
 # The time that the next way to plan a step takes, relative to all before it; a guess.
 _NEXT_WAY = 0.25
-# Of the time, for a first plan of a step that scans its layers.
-_EARLY = 0.2
+# Of the time, for a first plan on one mesh: of a step that scans its layers, and of one for which
+# pipelines can gain no more than this.
+_EARLY, _EARLY_PROMISING = 0.2, 0.5
+_LITTLE = 0.2
 # Across hosts, solve a plan on one mesh if tables put it no further behind than this.
 _WORTH_SOLVING = 1.05
 
@@ -117,15 +121,21 @@ def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
     none with as many micro-batches is solved. Tables say little of fewer: these have more rows to
     split over the devices, and gather parameters less often."""
+    deadline = task.log.deadline
+    begun_s = deadline.elapsed_s
     early = _early_on_one_mesh(task)
+    early_s = deadline.elapsed_s - begun_s
     if early is not None and not _has_time(task, "pipelines"):
         outcomes.tried[PIPELINES] = "not tried: there was no time left"
         return _with_notes(early, early.plan.estimated_step_s, note=outcomes.tried[PIPELINES])
     pipeline = outcomes.as_pipeline()
     if pipeline is None:
         planned = early
-        if early is None or _has_time(task, "one mesh"):
-            planned = _faster(early, _fitted_on_one_mesh(task, outcomes))
+        if early is None:
+            planned = _fitted_on_one_mesh(task, outcomes)
+        elif early.plan.solver.stopped is not None and deadline.allows(early_s):  # other meshes
+            number, cutoff = early.plan.num_micro_batches, early.plan.estimated_step_s
+            planned = _faster(early, outcomes.on_one_mesh(number, cutoff))
         if planned is None and outcomes.is_left:
             return outcomes.as_pipeline(may_leave=False)
         if planned is None:
@@ -176,14 +186,23 @@ def _faster(one: PlannedStep | None, other: PlannedStep | None) -> PlannedStep |
 
 
 def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
-    """A plan on one mesh with the fewest micro-batches that fit, in a small share of the time. A
-    step that scans its layers is short as one program and long as a pipeline, whose layers are
-    written out, so such a plan costs little and is there if pipelines take too long."""
-    if not task.number_is_free or not any(layer.trips > 1 for layer in task.layers or ()):
+    """A plan on one mesh with the fewest micro-batches that fit, in a share of the time. It is
+    there if pipelines take too long, and rules out those that promise less. A step that scans its
+    layers is short as one program and long as a pipeline, whose layers are written out, so such a
+    plan costs little. Of other steps it is made where pipelines have little to gain."""
+    if not task.number_is_free:
+        return None
+    is_scanned = any(layer.trips > 1 for layer in task.layers or ())
+    is_promising = most_gained(task) <= _LITTLE
+    if is_promising and not is_scanned:  # by what it takes in memory too, which pipelines ask for
+        step = task.source.as_loop(_first_number(task))
+        loop_graph(step, task.method.options, task.cluster, task.log)
+        is_promising = most_gained(task) <= _LITTLE
+    if not is_scanned and not is_promising:
         return None
     tries = MicroBatchTries(task)
     whole = task.log.deadline
-    with task.log.sharing(_EARLY):
+    with task.log.sharing(_EARLY_PROMISING if is_promising else _EARLY):
         for number in task.numbers:
             if not may_fit(task, number) or tries.is_too_large(number):
                 continue
@@ -256,26 +275,29 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
         outcomes.tried[MICRO_BATCHES] = f"{number} of them, as {given} asks for"
         return
     outcomes.useless.add(MICRO_BATCHES)
-    reason = _why_whole_batch(task)
+    reason = _why_whole_batch(task, on_one_mesh=True)
     if reason is not None:
         outcomes.tried[MICRO_BATCHES] = f"not possible: {reason}"
         return
-    numbers = task.numbers[1:]
+    numbers, likely = task.numbers[1:], _likely_number(task)
     tried = MicroBatchTries(task)
     numbers = [n for n in numbers if not tried.is_known_too_large(n)] or numbers
     if task.log.deadline.is_short:  # only those that are likely to fit
-        likely = next((number for number in numbers if may_fit(task, number)), None)
         while likely is not None:
             planned = tried.plan(likely)
             if planned is not None:
                 yield planned
             numbers = [number for number in numbers if number > likely]
             likely = next((n for n in numbers if tried.may_fit_after(likely, n)), None)
-    if not tried.all_are_too_large(numbers):
-        for number in numbers:
-            planned = tried.plan(number)
-            if planned is not None:
-                yield planned
+    # To see whether any can fit, another program is made: not before one that is likely to.
+    is_open = likely not in numbers[:1]
+    for index, number in enumerate(numbers):
+        if is_open and tried.all_are_too_large(numbers[index:]):
+            break
+        planned = tried.plan(number)
+        if planned is not None:
+            yield planned
+        is_open = not index and not is_open and planned is None
     outcomes.failures += tried.failures
     outcomes.tried[MICRO_BATCHES] = f"tried: {'; '.join(tried.found.values())}"
 
@@ -317,8 +339,20 @@ def _fits_easily(task: AutoTask) -> bool:
 # -- reasons
 
 
-def _why_whole_batch(task: AutoTask) -> str | None:
-    """Why the batch cannot be cut; None if it can be."""
+def _likely_number(task: AutoTask) -> int | None:
+    """The fewest micro-batches, two at least, that are likely to fit on one mesh."""
+    return next((number for number in task.numbers[1:] if may_fit(task, number)), None)
+
+
+def _first_number(task: AutoTask) -> int:
+    """The number of micro-batches at which pipelines are searched first."""
+    budget = device_budget(task.method.options, task.cluster)
+    return first_micro_batches(task.source.whole, task.cluster, budget)
+
+
+def _why_whole_batch(task: AutoTask, *, on_one_mesh: bool = False) -> str | None:
+    """Why the batch cannot be cut; None if it can be. It is cut into as many micro-batches as are
+    planned first, on one mesh or as a pipeline."""
     asked = task.method.num_micro_batches
     step = task.source.whole
     try:
@@ -327,15 +361,18 @@ def _why_whole_batch(task: AutoTask) -> str | None:
         return first_line(error)
     if asked == "auto" and rows == 1:
         return "the batch has one row"
-    if asked == "auto":
-        budget = device_budget(task.method.options, task.cluster)
-        number = first_micro_batches(step, task.cluster, budget)
-    else:
+    number = _likely_number(task) if on_one_mesh else None
+    cut = task.source.as_loop
+    if asked != "auto":
         number = int(asked)
-    reason = why_not_cut(task.source.as_loop, number, task.log)
+    elif number is not None:
+        cut = partial(task.source.with_recomputation, ())
+    else:
+        number = _first_number(task)
+    reason = why_not_cut(cut, number, task.log)
     if reason is not None or asked != "auto":
         return reason
-    notes = task.source.as_loop(number).notes
+    notes = cut(number).notes
     return f"micro-batches would change results: {notes[0]}" if notes else None
 
 

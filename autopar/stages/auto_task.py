@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from math import inf, prod
 
+from autopar.cost.collectives import all_gather_s
+from autopar.cost.measured import min_work_s
 from autopar.errors import AutoparError, MemoryBudgetError, PlanningError
 from autopar.ir.failures import Failure, first_line
-from autopar.ir.mesh import ClusterSpec
+from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.text import format_bytes
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
@@ -31,6 +33,7 @@ from autopar.tracer.costs import aval_bytes, program_flops
 _HELD_SHARE = 1 / 3
 # A step this much over what its operators take may be clearly faster in another way.
 _CLEARLY = 1.25
+_CAST = "convert_element_type"
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,13 @@ class AutoTask:
         )
 
     def leaves(self, step_s: float) -> bool:
-        """Whether a pipeline that promises so many seconds is left unsolved, as there is time for
-        it or for a plan on one mesh, no plan yet, and one mesh promises clearly more."""
-        if self.log.has_plan or not self.number_is_free or not self.log.deadline.is_short:
+        """Whether a pipeline that promises so many seconds is left unsolved, as time is short: a
+        plan at hand takes no longer; or there is none, time for this pipeline or a plan on one
+        mesh, and one mesh promises clearly more."""
+        if not self.number_is_free or not self.log.deadline.is_short:
             return False
+        if self.log.best is not None and self.log.has_plan:
+            return step_s >= self.log.best.step_s
         fewest = next((n for n in self.numbers if may_fit(self, n)), None)
         if fewest is None:
             return False
@@ -291,3 +297,31 @@ def recomputed_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float
         excess -= freed / num_micro_batches / task.cluster.num_devices
         flops += layer.flops if freed else 0.0
     return work_s * (1 + flops / max(1.0, program_flops(task.source.whole.program)))
+
+
+def most_gained(task: AutoTask) -> float:
+    """By how much, relative to the work of all operators, a pipeline may beat one mesh at most,
+    about: on one mesh, parameters are split over all devices. With the fewest micro-batches that
+    may fit, each gathers them in both passes and sums their gradients; layers that do not fit are
+    recomputed. That is all that a pipeline can save."""
+    number = next((n for n in task.numbers if may_fit(task, n)), None)
+    if number is None or task.layers is None:
+        return inf
+    cluster = task.cluster
+    flops = program_flops(task.source.whole.program) / cluster.num_devices
+    work_s = min_work_s(cluster, flops)
+    mesh = mesh_of_cluster(cluster, (cluster.num_devices,))
+    moved_s = 3 * number * all_gather_s(mesh, (0,), _parameter_bytes(task, task.layers))
+    return (recomputed_s(task, number, work_s) + moved_s) / max(work_s, 1e-30) - 1
+
+
+def _parameter_bytes(task: AutoTask, layers: Sequence[Layer]) -> int:
+    """Of the state that the layers' forward pass reads, at 16 bits an element, like the work."""
+    step = task.source.whole
+    program = step.program
+    state = {program.inputs[i]: prod(step.avals[i].shape) for i, _ in step.state}
+    cast = {e.results[0]: e.inputs[0] for e in program.equations if e.name == _CAST and e.inputs}
+    forward = {number for layer in layers for number in layer.equations}
+    read = {value for number in forward for value in program.equations[number].inputs}
+    read = {cast.get(value, value) for value in read}
+    return 2 * sum(size for value, size in state.items() if value in read)

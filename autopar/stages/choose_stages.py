@@ -245,6 +245,22 @@ def _table_maker(
     log: PlanningLog,
 ) -> _TableMaker:
     """`step`: the looped step, with or without its stacks split over layers."""
+    graph = loop_graph(step, options, cluster, log)
+    with log.timed("graph"), paused_garbage_collector():
+        places = node_places(graph, step, looped.attached)
+    constraints = method_constraints(step, ShardParallel(options=options))
+    with log.timed("tables"), paused_garbage_collector():
+        bench = TableBench(
+            graph, places, step.num_micro_batches, options.fold_layers, options.solver
+        )
+    return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
+
+
+def loop_graph(
+    step: TracedStep, options: ShardingOptions, cluster: ClusterSpec, log: PlanningLog
+) -> Graph:
+    """The graph of a step as a loop over micro-batches. The log keeps what it tells of the memory
+    that other numbers take."""
     with log.timed("graph"), paused_garbage_collector():
         graph = log.graphs.of(
             step,
@@ -252,18 +268,12 @@ def _table_maker(
             instructions_per_byte=cluster.instructions_per_byte,
         )
         check_graph(graph)
-        places = node_places(graph, step, looped.attached)
         if log.memory is None:
             number = step.num_micro_batches
             log.memory = memory_by_rows(
                 corrected(graph, step, ShardParallel(options=options)), number, cluster.num_devices
             )
-    constraints = method_constraints(step, ShardParallel(options=options))
-    with log.timed("tables"), paused_garbage_collector():
-        bench = TableBench(
-            graph, places, step.num_micro_batches, options.fold_layers, options.solver
-        )
-    return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
+    return graph
 
 
 # -- another number of micro-batches

@@ -54,12 +54,12 @@ class StageDP:
         num_layers, total = self.ranges.num_layers, self.num_units
         best = np.full((num_layers + 1, total + 1), inf)
         best[0, 0] = 0.0
+        starts = _first_finite(costs)
         for end in range(1, num_layers + 1):
             for m, size in enumerate(self.sizes):
-                firsts = np.flatnonzero(costs[m, :end, end] < inf)
-                if size > total or not len(firsts):
+                start = starts[m][end]
+                if size > total or start >= end:
                     continue
-                start = firsts[0]
                 sums = best[start:end, : total + 1 - size] + costs[m, start:end, end, None]
                 np.minimum(best[end, size:], sums.min(axis=0), out=best[end, size:])
         return best
@@ -75,16 +75,15 @@ class StageDP:
         by_stages = [best]
         for in_flight in self.in_flight[1:]:
             costs = self._costs(in_flight, bound_s)
+            starts = _first_finite(costs)
             after, best = best, np.full((num_layers + 1, total + 1), inf)
-            for end in np.flatnonzero((after < inf).any(axis=1)):
-                used = np.flatnonzero(after[end] < inf)
+            for end in np.flatnonzero((after < inf).any(axis=1)).tolist():
+                used = np.flatnonzero(after[end] < inf).tolist()
                 low, high = used[0], used[-1] + 1
                 for m, size in enumerate(self.sizes):
-                    firsts = np.flatnonzero(costs[m, :end, end] < inf)
-                    stop = min(high, total + 1 - size)
-                    if stop <= low or not len(firsts):
+                    start, stop = starts[m][end], min(high, total + 1 - size)
+                    if stop <= low or start >= end:
                         continue
-                    start = firsts[0]
                     sums = costs[m, start:end, end, None] + after[end, None, low:stop]
                     into = best[start:end, low + size : stop + size]
                     np.minimum(into, sums, out=into)
@@ -124,6 +123,13 @@ class StageDP:
             stages.append((first, end, m))
             first, left = end, left - self.sizes[m]
         return stages
+
+
+def _first_finite(costs: np.ndarray) -> list[list[int]]:
+    """[submesh][end] -> the first layer of the longest range that has a finite cost; the number of
+    layers if none has."""
+    finite = costs < inf
+    return np.where(finite.any(axis=1), finite.argmax(axis=1), costs.shape[1]).tolist()
 
 
 def _argmin(rows: Iterable[np.ndarray | None]) -> tuple[int, int]:

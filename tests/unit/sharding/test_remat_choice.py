@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -8,6 +9,8 @@ import pytest
 from autopar.errors import MemoryBudgetError
 from autopar.ir.mesh import DEVICES
 from autopar.rewrite.layers import Layer
+from autopar.sharding.deadline import Deadline
+from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.remat_choice import choose_remat
 
 GIB = 2**30
@@ -82,6 +85,27 @@ def test_no_try_is_made_that_flops_rule_out() -> None:
     seconds = DEVICE.flops_16bit * DEVICE.efficiency * NUM_DEVICES
     assert model.choose(flops=seconds) == 0
     assert model.tried == [0]
+
+
+@pytest.mark.parametrize(("left_s", "tried"), [(4.0, [0]), (8.0, [0, 4])])
+def test_no_try_is_made_for_which_there_is_no_time(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, tried: list[int]
+) -> None:
+    """A first try takes about as long as the plan without recomputation, six seconds here."""
+    model, log, now = Model(budget=4, saveable=100.0), PlanningLog(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    log.deadline = Deadline(6.0 + left_s)
+    plan = model.plan
+
+    def slow(*args, **kwargs):
+        now[0] += 6.0
+        return plan(*args, **kwargs)
+
+    model.plan = slow  # pyright: ignore[reportAttributeAccessIssue]
+    model.flops, model.residual = 0.0, 4 * GIB
+    choose_remat(model, DEVICE, NUM_DEVICES, log)
+    assert model.tried == tried
+    assert bool(log.deadline.left_out) == (tried == [0])
 
 
 def test_more_where_the_estimate_was_too_low() -> None:

@@ -43,6 +43,12 @@ def step_of(loss):
     return train_step
 
 
+def small_task() -> auto_task.AutoTask:
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    source = StepSource.of(step, (WEIGHTS, BATCH), {}, StepOptions())
+    return auto_task.AutoTask(source, autopar.AutoParallel(), HOSTS, PlanningLog())
+
+
 def notes_of(loss) -> str:
     """Of a step whose gradients, over a slow network, are a reason for a pipeline."""
     hosts = autopar.ClusterSpec(2, 2, "a100-sxm", host_bandwidth=1e9)
@@ -304,13 +310,7 @@ def test_no_pipeline_is_searched_where_compute_alone_takes_as_long(monkeypatch: 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_late: bool) -> None:
     """By the estimate, four micro-batches fit and fewer do not."""
-    source = StepSource.of(
-        step_of(lambda w, batch: jnp.mean(forward(w, batch["x"]))),
-        (WEIGHTS, BATCH),
-        {},
-        StepOptions(),
-    )
-    task = auto_task.AutoTask(source, autopar.AutoParallel(), HOSTS, PlanningLog())
+    task = small_task()
     if is_late:
         task.log.deadline.interrupt()
     numbers = []
@@ -325,6 +325,23 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
     monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
     assert auto._fitted_on_one_mesh(task, auto_task.Outcomes(task)) == "a plan"
     assert numbers == ([4] if is_late else [1, 2, 4])
+
+
+def test_what_is_likely_to_fit_is_planned_without_a_look_at_other_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every number is traced anew, and for large models a trace takes seconds."""
+    task = small_task()
+    micro_batch, traced = StepSource.micro_batch, set()
+
+    def noted(source: StepSource, number: int) -> Any:
+        traced.add(number)
+        return micro_batch(source, number)
+
+    monkeypatch.setattr(StepSource, "micro_batch", noted)
+    planned = auto._with_micro_batches(task, auto_task.Outcomes(task))
+    assert planned is not None and planned.plan.num_micro_batches == 2
+    assert traced == {2}
 
 
 @pytest.mark.parametrize("remat", ["none", "auto"])
@@ -405,6 +422,56 @@ def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
     if not searched:
         assert not plan.is_pipeline and plan.num_micro_batches > 1
         assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
+
+
+@pytest.mark.parametrize(("host_bandwidth", "is_early"), [(1e11, True), (1e8, False)])
+def test_where_pipelines_have_little_to_gain_one_mesh_comes_first(
+    monkeypatch: pytest.MonkeyPatch, host_bandwidth: float, is_early: bool
+) -> None:
+    """What is left to gain is the time to gather parameters, which the network decides."""
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8
+    batch = {"x": jax.ShapeDtypeStruct((2**18, 1024), jnp.float32)}
+    hosts = autopar.ClusterSpec(2, 2, "a100-sxm", host_bandwidth=host_bandwidth)
+    options = autopar.ShardingOptions(memory_budget_bytes=2**30, planning_time_s=1e-6)
+    searched: list[bool] = []
+    search = auto_task.AutoTask.as_pipeline
+
+    def as_pipeline(task: auto_task.AutoTask, leaves: Any) -> PlannedStep:
+        searched.append(True)
+        return search(task, leaves)
+
+    @jax.checkpoint
+    def layer(x: Any, weight: Any) -> Any:
+        return jnp.tanh(x @ weight)
+
+    def loss(weights: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for weight in weights:
+            x = layer(x, weight)
+        return jnp.mean(x**2)
+
+    monkeypatch.setattr(auto_task.AutoTask, "as_pipeline", as_pipeline)
+    method = autopar.AutoParallel(options=options)
+    plan = autopar.plan(step_of(loss), weights, batch, cluster=hosts, method=method)
+    assert plan.estimated_peak_bytes <= 2**30
+    assert bool(searched) == (not is_early)
+    if is_early:
+        assert not plan.is_pipeline and plan.num_micro_batches > 1
+        assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_pipelines_that_promise_less_than_a_plan_at_hand_are_left_if_time_is_short(
+    is_late: bool,
+) -> None:
+    task = small_task()
+    with task.log.limited(autopar.ShardingOptions(planning_time_s=None)):
+        assert task.log.best is not None
+        task.log.best.take(1.0, 0.0)
+        if is_late:
+            task.log.deadline.interrupt()
+        assert task.leaves(1.1) == is_late
+        assert not task.leaves(0.9)
 
 
 def test_with_a_plan_at_hand_no_pipeline_is_solved_for_which_there_is_no_time(
