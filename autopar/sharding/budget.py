@@ -230,7 +230,8 @@ class _BudgetSearch:
 
     def escalate(self) -> None:
         """Raise prices until something fits, or nothing changes any more. When time is up, they
-        rise in large steps: what does not fit at a low price is not known not to fit."""
+        rise in large steps: what does not fit at a low price is not known not to fit. With another
+        solution at hand, that ends the search."""
         excess = max(self.peaks[0] - self.budget, 1.0)
         first = _FIRST_PRICE * max(self.costs[0], 1e-30) / excess
         price = self.price or first
@@ -248,6 +249,8 @@ class _BudgetSearch:
                 return
             repeated = self.seen[-1] in self.seen[:-1] and len(self.rows) == before
             if self.is_over():
+                if self.cutoff < np.inf:
+                    return
                 num_late += 1
                 price = max(price, first) * _ESCALATION**3
             else:

@@ -27,6 +27,11 @@ _PASSES_PER_CHOICE = 5
 _MAX_SWEEPS = 1000
 
 
+# Of a node's edge: its table, by the neighbour's strategies, what was moved there by the neighbour,
+# room for their sum, and what was moved by the node.
+_Edge = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 @dataclass(frozen=True)
 class Descent:
     choice: dict[int, int]
@@ -75,13 +80,24 @@ class Moved:
             for v, matrix in row.items():
                 self.tables[u][v] = np.minimum(matrix, ceiling, order="C")
                 self.moved_by[u][v] = np.zeros(len(matrix))
-        place = {u: i for i, u in enumerate(order)}
-        self._before = {u: [v for v in self.tables[u] if place[v] < place[u]] for u in order}
-        self._after = {u: [v for v in self.tables[u] if place[v] > place[u]] for u in order}
-        self._is_first = True
         shapes = {m.shape for row in self.tables.values() for m in row.values()}
         room = np.empty(max((prod(shape) for shape in shapes), default=0))
-        self._room = {shape: room[: prod(shape)].reshape(shape) for shape in shapes}
+        rooms = {shape: room[: prod(shape)].reshape(shape) for shape in shapes}
+        # Of every edge, what passes read and write, found once: a step of theirs is short.
+        self._edges: dict[int, dict[int, _Edge]] = {
+            u: {v: self._edge(u, v, rooms) for v in row} for u, row in self.tables.items()
+        }
+        place = {u: i for i, u in enumerate(order)}
+        self._before: dict[int, list[_Edge]] = {u: [] for u in order}
+        self._after: dict[int, list[_Edge]] = {u: [] for u in order}
+        for u, row in self._edges.items():
+            for v, edge in row.items():
+                (self._before if place[v] < place[u] else self._after)[u].append(edge)
+        self._is_first = True
+
+    def _edge(self, u: int, v: int, rooms: dict[tuple[int, ...], np.ndarray]) -> _Edge:
+        table = self.tables[v][u]
+        return table, self.moved_by[v][u][:, None], rooms[table.shape], self.moved_by[u][v]
 
     def problem(self, original: PairwiseProblem) -> PairwiseProblem:
         """The original with moved costs: the cost of every choice is unchanged."""
@@ -108,28 +124,31 @@ class Moved:
         """Each node collects from its edges and distributes, in order and in reverse order. Edges
         to nodes still to come have nothing new for it, except at the very first."""
         for u in self.order:
-            self._pass_on(u, self.tables[u] if self._is_first else self._before[u], self._after[u])
+            is_first, edges = self._is_first, self._edges[u]
+            self._pass_on(u, edges.values() if is_first else self._before[u], self._after[u])
         self._is_first = False
         for u in reversed(self.order):
             self._pass_on(u, self._after[u], self._before[u])
 
-    def _pass_on(self, u: int, sources: Iterable[int], targets: Sequence[int]) -> None:
-        moved_by, collected = self.moved_by[u], self.costs[u]
-        for v in sources:
-            demanded = self._smallest(v, u)
-            moved_by[v] -= demanded
+    def _pass_on(self, u: int, sources: Iterable[_Edge], targets: Sequence[_Edge]) -> None:
+        collected = self.costs[u]
+        for table, theirs, room, ours in sources:
+            np.add(table, theirs, room)
+            demanded = np.minimum.reduce(room, 0)
+            demanded += ours
+            ours -= demanded
             collected = collected + demanded
-        share = collected / max(len(targets), len(moved_by) - len(targets), 1)
-        for v in targets:
-            moved_by[v] += share
-        self.costs[u] = collected - share * len(targets)
+        num_targets = len(targets)
+        share = collected / max(num_targets, len(self._edges[u]) - num_targets, 1)
+        for _, _, _, ours in targets:
+            ours += share
+        self.costs[u] = collected - share * num_targets
 
     def _smallest(self, v: int, u: int) -> np.ndarray:
         """For every strategy of u, the smallest entry of its edge to v."""
-        table = self.tables[v][u]
-        room = self._room[table.shape]
-        np.add(table, self.moved_by[v][u][:, None], out=room)
-        return np.minimum.reduce(room, axis=0) + self.moved_by[u][v]
+        table, theirs, room, ours = self._edges[u][v]
+        np.add(table, theirs, room)
+        return np.minimum.reduce(room, 0) + ours
 
     def greedy_choice(self) -> dict[int, int]:
         choice: dict[int, int] = {}

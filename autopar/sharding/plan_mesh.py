@@ -407,7 +407,8 @@ def _best_within_memory(
             break
         if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.floor:
             break
-        if best is not None and not log.deadline.allows(took_s):
+        again_s = sum(sharding.stats.seconds.values()) if sharding.is_rough else 0.0
+        if best is not None and not log.deadline.allows(took_s + again_s):
             log.deadline.cut("meshes that memory makes slower")
             break
         started = time.monotonic()

@@ -96,10 +96,11 @@ def _one_mesh_first(task: AutoTask, outcomes: Outcomes, reason: str | None) -> P
     if is_too_large:
         whole = _with_micro_batches(task, outcomes)
     whole_s = inf if whole is None else whole.plan.estimated_step_s
-    reason = reason or _why_too_slow(task, whole) or _why_whole_batch(task)
+    reason = reason or _why_too_slow(task, whole)
     pipeline = None
     if reason is None and whole is not None and not _has_time(task, "pipelines"):
         reason = "there was no time left"
+    reason = reason or _why_whole_batch(task)
     if reason is None:
         pipeline = outcomes.as_pipeline()
     else:

@@ -67,3 +67,16 @@ def test_what_fits_is_found_even_if_time_is_up(first_price: float) -> None:
     assert in_time.choice is not None and late.choice is not None
     assert late.peak_bytes <= budget
     assert late.lower_bound <= in_time.objective * (1 + 1e-9) <= late.objective * (1 + 1e-9)
+
+
+def test_with_another_solution_at_hand_the_search_ends_when_time_is_up() -> None:
+    best = solve_within_budget(chain_problem(), 1e9)
+    budget = 0.8 * best.peak_bytes
+    late = [
+        solve_within_budget(
+            chain_problem(), budget, time_limit_s=0.0, cutoff=cutoff, first_price=1e-12
+        )
+        for cutoff in (float("inf"), 1e12)
+    ]
+    assert late[0].choice is not None and late[0].num_solves > 2
+    assert late[1].choice is None and late[1].num_solves == 2  # without a budget, and once more
