@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import jax
@@ -110,6 +111,32 @@ def test_meshes_that_were_not_solved_to_the_end_are_solved_when_they_matter(
     exact, rough = plans
     assert rough.estimated_step_s == pytest.approx(exact.estimated_step_s, rel=GOOD_GAP)
     assert rough.solver.gap == pytest.approx(exact.solver.gap, abs=GOOD_GAP)
+
+
+def test_a_mesh_is_not_solved_again_without_time_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First solves were given up, and took long even so."""
+    example = build("gpt-tiny")
+    step = example.train_step, example.abstract_state(), example.abstract_batch()
+    free = autopar.plan(*step, cluster=CLUSTER, method=ShardParallel())
+    options = autopar.ShardingOptions(
+        memory_budget_bytes=int(0.8 * free.estimated_peak_bytes),
+        remat="none",
+        planning_time_s=1000,
+    )
+    solve = plan_mesh._sharding_on
+    meshes = []
+
+    def slow(mesh: Any, *args: Any) -> Any:
+        meshes.append(mesh)
+        sharding = solve(mesh, *args)
+        stats = replace(sharding.stats, seconds={"solve": 1000.0})
+        return replace(sharding, stats=stats, is_rough=meshes.count(mesh) == 1)
+
+    monkeypatch.setattr(plan_mesh, "_sharding_on", slow)
+    monkeypatch.setattr(plan_mesh, "GOOD_GAP", -inf)  # no mesh is good enough
+    plan = autopar.plan(*step, cluster=CLUSTER, method=ShardParallel(options=options))
+    assert len(meshes) == len(set(meshes)) + 1  # the best, for which there is always time
+    assert plan.solver.stopped is not None and "memory makes slower" in plan.solver.stopped
 
 
 @pytest.mark.parametrize(("axis_costs", "shape"), [({1: 2.0, 2: 1.0}, (2, 2)), ({1: 1.0}, (4,))])

@@ -49,12 +49,13 @@ def small_task() -> auto_task.AutoTask:
     return auto_task.AutoTask(source, autopar.AutoParallel(), HOSTS, PlanningLog())
 
 
-def notes_of(loss) -> str:
+def notes_of(loss, planning_time_s: float | None = 60) -> str:
     """Of a step whose gradients, over a slow network, are a reason for a pipeline."""
     hosts = autopar.ClusterSpec(2, 2, "a100-sxm", host_bandwidth=1e9)
     weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 4
     batch = {"x": jax.ShapeDtypeStruct((8192, 4096), jnp.float32)}
-    plan = autopar.plan(step_of(loss), weights, batch, cluster=hosts)
+    method = autopar.AutoParallel(options=autopar.ShardingOptions(planning_time_s=planning_time_s))
+    plan = autopar.plan(step_of(loss), weights, batch, cluster=hosts, method=method)
     assert not plan.is_pipeline
     assert plan.num_micro_batches == 1
     assert plan.search is not None
@@ -305,6 +306,14 @@ def test_no_pipeline_is_searched_where_compute_alone_takes_as_long(monkeypatch: 
     assert not plan.is_pipeline
     assert plan.search is not None
     assert any("it would take" in note and "at least" in note for note in plan.search.notes)
+
+
+def test_without_time_for_pipelines_no_micro_batch_is_traced(monkeypatch: Any) -> None:
+    monkeypatch.setattr(auto, "why_not_cut", lambda *_: pytest.fail("a micro-batch was traced"))
+    notes = notes_of(
+        lambda weights, batch: jnp.mean(forward(weights, batch["x"]) ** 2), planning_time_s=1e-6
+    )
+    assert "there was no time left" in notes
 
 
 @pytest.mark.parametrize("is_late", [False, True])
