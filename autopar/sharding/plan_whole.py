@@ -128,15 +128,19 @@ class WholeStep:
 
     def peak_floor(self, budget: float = 0.0) -> float:
         """A lower bound on the peak of every plan, whichever layers it recomputes; or a bound on
-        that of some plans, if it is within the budget."""
-        floor = inf
-        for layers in dict.fromkeys((self.layers() if self.may_recompute else (), ())):
-            step = self._recomputing(layers)
-            task = ShardingTask(step, self.cluster, self.method, self.mesh)
-            floor = min(floor, peak_floor(task, self.log))
-            if floor <= budget:
-                break
-        return floor
+        that of some plans, if it is within the budget. A program with recomputation is made only if
+        what it frees at most could be enough."""
+        floor = self._peak_floor(())
+        layers = self.layers() if self.may_recompute else ()
+        if floor <= budget or not layers:
+            return floor
+        freed = sum(max(0, layer.residual_bytes - layer.kept_bytes) for layer in layers)
+        least = floor - freed / self.num_micro_batches / self.cluster.num_devices
+        return least if least > budget else min(floor, self._peak_floor(layers))
+
+    def _peak_floor(self, layers: Sequence[Layer]) -> float:
+        task = ShardingTask(self._recomputing(layers), self.cluster, self.method, self.mesh)
+        return peak_floor(task, self.log)
 
     @cached_property
     def hopeless(self) -> str | None:

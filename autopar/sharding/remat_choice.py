@@ -48,6 +48,10 @@ class RematProblem(Protocol):
         alone, unless every order is asked for."""
         ...
 
+    def peak_floor(self, budget: float) -> float:
+        """Above the budget, a lower bound on the peak of every plan, whatever it recomputes."""
+        ...
+
 
 @dataclass
 class _Tries:
@@ -107,6 +111,11 @@ def choose_remat(
         if layers and tries.plan(layers, None) is not None:
             return tries.planned[0]
         return tries.give_up(layers, in_full)
+    if without is None and not in_full:
+        budget = tries.failed[0][1].budget_bytes
+        if (floor := problem.peak_floor(budget)) > budget:
+            text = f"{name} needs {floor:.0f} bytes per device or more"
+            raise MemoryBudgetError(text, floor, budget)
     mesh_shape = without.mesh_shape if without is not None else None
     deadline = tries.log.deadline
     for _ in range(_MAX_TRIES):

@@ -38,6 +38,9 @@ class Model:
     def layers(self):
         return layers(self.num_layers, self.flops, self.residual)
 
+    def peak_floor(self, budget: float) -> float:
+        return float("-inf")
+
     def plan(self, chosen, mesh_shape, *, in_full):
         self.tried += [] if in_full else [len(chosen)]
         peak, objective = self.num_layers - len(chosen), 10.0 + len(chosen)
@@ -119,6 +122,16 @@ def test_the_error_of_what_came_nearest() -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         Model(budget=-3, saveable=0.0).choose()
     assert caught.value.peak_bytes == 0
+
+
+def test_a_short_error_comes_at_once_where_nothing_can_fit() -> None:
+    model = Model(budget=1, saveable=0.5)
+    model.flops, model.residual = 0.0, 4 * GIB
+    model.peak_floor = lambda budget: 1.5 * GIB  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(MemoryBudgetError, match="or more") as error:
+        choose_remat(model, DEVICE, NUM_DEVICES, in_full=False)
+    assert error.value.peak_bytes == 1.5 * GIB
+    assert model.tried == [0]
 
 
 def test_a_short_error_looks_at_every_order_first() -> None:
