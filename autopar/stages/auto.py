@@ -196,8 +196,11 @@ def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
     is_scanned = any(layer.trips > 1 for layer in task.layers or ())
     is_promising = most_gained(task) <= _LITTLE
     if is_promising and not is_scanned:  # by what it takes in memory too, which pipelines ask for
-        step = task.source.as_loop(_first_number(task))
-        loop_graph(step, task.method.options, task.cluster, task.log)
+        try:
+            step = task.source.as_loop(_first_number(task))
+            loop_graph(step, task.method.options, task.cluster, task.log)
+        except Exception as error:
+            task.log.contain("the memory of micro-batches", error)
         is_promising = most_gained(task) <= _LITTLE
     if not is_scanned and not is_promising:
         return None

@@ -16,7 +16,7 @@ from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParal
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
 from autopar.rewrite import step_source
 from autopar.sharding import plan_mesh, plan_whole
-from autopar.stages import auto_task, choose_stages, plan_pipeline, table_bench
+from autopar.stages import auto, auto_task, choose_stages, plan_pipeline, table_bench
 from autopar.tracer import rules
 
 pytestmark = pytest.mark.representatives(
@@ -198,6 +198,35 @@ def test_without_tables_the_default_stays_on_one_mesh(monkeypatch: pytest.Monkey
     assert not whole.is_pipeline
     assert whole.search is not None and "autopar failed" in " ".join(whole.search.notes)
     assert "IndexError" in warning_of(whole) and "candidates" in warning_of(whole)
+
+
+def test_without_a_bound_on_memory_one_mesh_still_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bound is that of the graph that pipelines are searched with."""
+
+    @jax.checkpoint
+    def layer(x: Any, weight: Any) -> Any:
+        return jnp.tanh(x @ weight)
+
+    def checkpointed(weights: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
+        def loss(weights: list[Any]) -> Any:
+            x = batch["x"]
+            for weight in weights:
+                x = layer(x, weight)
+            return jnp.mean(x**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    hosts = autopar.ClusterSpec(2, 2, "a100-sxm", host_bandwidth=1e11)
+    injected = Injected(monkeypatch, auto, "loop_graph", lambda *_: True)
+    options = ShardingOptions(memory_budget_bytes=2**30, planning_time_s=1e-6)
+    args = [array(1024, 1024)] * 8, {"x": array(2**18, 1024)}
+    made = plan(AutoParallel(options=options), hosts, checkpointed, args)
+    assert injected.raised == 1
+    assert not made.is_pipeline and made.estimated_peak_bytes <= 2**30
+    assert "the memory of micro-batches" in " ".join(made.warnings)
 
 
 def test_a_pipeline_that_cannot_be_solved_gives_way_to_the_next(
