@@ -91,11 +91,11 @@ from autopar.inspect.record import (
 from autopar.inspect.record import (
     trace as trace,
 )
-from autopar.ir.mesh import (
-    ClusterSpec as ClusterSpec,
+from autopar.ir.devices import (
+    DeviceSpec as DeviceSpec,
 )
 from autopar.ir.mesh import (
-    DeviceSpec as DeviceSpec,
+    ClusterSpec as ClusterSpec,
 )
 from autopar.ir.mesh import (
     LogicalMesh as LogicalMesh,

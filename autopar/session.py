@@ -18,7 +18,8 @@ import jax
 
 from autopar import _jax
 from autopar.errors import ArgumentError, ClusterError, MeshError, ProfileError
-from autopar.ir.mesh import ClusterSpec, device_spec, preset_of, preset_or_share
+from autopar.ir.devices import device_spec, preset_of, preset_or_share
+from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.host_heap import release_unused_memory

@@ -87,7 +87,7 @@ class _Ours:
 def measure(case: Any, *, ours_first: bool, rounds: int, folder: str | None) -> dict[str, Any]:
     import jax
 
-    from autopar.ir.mesh import device_spec, preset_of
+    from autopar.ir.devices import device_spec, preset_of
     from autopar.runtime.timing import spread_of
     from benchmarks.one_gpu_cases import example_of
 

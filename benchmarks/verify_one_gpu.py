@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import autopar
-from autopar.ir.mesh import preset_of
+from autopar.ir.devices import preset_of
 from benchmarks.pipeline_one_gpu import step_times
 from benchmarks.pipeline_rows import machine
 from benchmarks.script import script_parser, write_json

@@ -38,14 +38,8 @@ from typing import Any
 
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, near_names, shortened
-from autopar.ir.mesh import (
-    DEVICES,
-    ClusterSpec,
-    DeviceSpec,
-    LogicalMesh,
-    device_spec,
-    known_preset,
-)
+from autopar.ir.devices import DEVICES, DeviceSpec, device_spec, known_preset
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.profile import MachineProfile, find_profile
 
 MOST_DEVICES = 65_536

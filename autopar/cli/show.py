@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cli.targets import check_target
 from autopar.errors import PlanError
-from autopar.ir.mesh import DEVICES
+from autopar.ir.devices import DEVICES
 from autopar.ir.text import table
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from autopar.ir.devices import DeviceSpec
 from autopar.ir.graph import Node, OpSize, Value
-from autopar.ir.mesh import DeviceSpec, LogicalMesh
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout
 
 _WIDE = ("float32", "float64", "int32", "uint32", "int64", "uint64", "complex64")

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ArgumentError
-from autopar.ir.mesh import ClusterSpec, DeviceSpec
+from autopar.ir.devices import DeviceSpec
+from autopar.ir.mesh import ClusterSpec
 from autopar.measure.judge_kernels import Work, work_of
 from autopar.measure.judge_kernels import seconds as kernel_seconds
 from autopar.runtime.hlo import CollectiveOp, read_collective

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
-from autopar.ir.mesh import DeviceSpec
+from autopar.ir.devices import DeviceSpec
 from autopar.measure.judge_tiles import PRODUCTS, convolution_s, tiled_s
 from autopar.runtime.hlo import convolution_flops, product_flops
 from autopar.runtime.hlo_text import ArrayType, HloModule, Instruction

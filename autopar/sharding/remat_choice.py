@@ -17,8 +17,8 @@ from math import ceil
 from typing import Protocol
 
 from autopar.errors import MemoryBudgetError
+from autopar.ir.devices import DeviceSpec
 from autopar.ir.failures import Failure, planning_failed
-from autopar.ir.mesh import DeviceSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.layers import Layer

@@ -23,6 +23,7 @@ from typing import Any
 from jax.core import ShapedArray
 
 from autopar import _jax
+from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.failures import Failure
 from autopar.ir.graph import (
     Graph,
@@ -32,7 +33,6 @@ from autopar.ir.graph import (
     Unruled,
     Value,
 )
-from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
+from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Graph, Life, Node
-from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.ir.program import Constant, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.build import build_graph, type_values

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
+from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Node, NodeKind
-from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.tracer.costs import INSTRUCTIONS, REDUCTIONS, UNFUSED
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.regions import UPDATE

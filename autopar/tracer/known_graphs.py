@@ -5,8 +5,8 @@ Searches come back to a step: for other meshes, for its memory alone, for tables
 
 from __future__ import annotations
 
+from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.build import build_graph
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence, Set
 from math import prod
 
+from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
-from autopar.ir.mesh import INSTRUCTIONS_PER_BYTE
 from autopar.tracer.costs import REDUCTIONS, UNFUSED
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.early_backward import early_backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.ir.mesh import DEVICES
+from autopar.ir.devices import DEVICES
 from benchmarks.pipeline_rows import shape_text
 from benchmarks.published import MAXTEXT, MAXTEXT_LLAMA2_7B_TOKENS_S, PUBLISHED
 

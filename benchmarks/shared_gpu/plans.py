@@ -20,8 +20,8 @@ from typing import Any
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.ir.devices import DEVICES, share_of
 from autopar.ir.files import write_whole
-from autopar.ir.mesh import DEVICES, share_of
 from autopar.ir.profile import find_profile
 from autopar.measure.candidates import repriced
 from autopar.measure.enumerate_plans import strategies_in_words

@@ -10,7 +10,7 @@ import re
 import jax
 import pytest
 
-from autopar.ir.mesh import device_spec, preset_of
+from autopar.ir.devices import device_spec, preset_of
 from autopar.ir.profile import AttentionTime, ProductTime, StreamTime
 from autopar.measure.profile import overheads, works
 from autopar.measure.profile.local import LocalMachine

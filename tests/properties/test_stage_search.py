@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.mesh import ClusterSpec, DeviceSpec
+from autopar.ir.devices import DeviceSpec
+from autopar.ir.mesh import ClusterSpec
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import LayerTable
 from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes

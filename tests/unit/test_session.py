@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar import session
-from autopar.ir.mesh import DEVICES
+from autopar.ir.devices import DEVICES
 from autopar.runtime.ranks.machines import ProcessPlace
 from autopar.session import Session, cluster_of_devices
 from tests.machine_profiles import machine_profile

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.ir.mesh import device_spec, preset_of
+from autopar.ir.devices import device_spec, preset_of
 from autopar.ir.profile import Timing
 from autopar.measure.profile.rank_group import RankGroup
 from autopar.measure.profile.works import Arrays, Operand, Workload, first_of, np_dtype, tie

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.devices import DeviceSpec
 from autopar.ir.judged import JudgedStep
-from autopar.ir.mesh import DeviceSpec
 from autopar.ir.remote import ProgramSpec
 
 

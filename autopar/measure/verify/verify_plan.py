@@ -19,7 +19,8 @@ from typing import Any
 
 from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, CompileError
-from autopar.ir.mesh import DEVICES, ClusterSpec
+from autopar.ir.devices import DEVICES
+from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import LoweredProgram, LoweredStep, ProgramSpec
 from autopar.ir.xla_options import StoredOptions

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 
 from autopar.errors import ArgumentError, ClusterError, WorkerError
-from autopar.ir.mesh import ClusterSpec, preset_of, preset_or_share
+from autopar.ir.devices import preset_of, preset_or_share
+from autopar.ir.mesh import ClusterSpec
 from autopar.progress import LOGGER
 from autopar.runtime.ray.environment import check_environment, shares_per_gpu
 from autopar.runtime.ray.group import MeshGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.ir.mesh import DEVICES
+from autopar.ir.devices import DEVICES
 from autopar.runtime.ranks.launch import RankResult
 from benchmarks.shared_gpu.__main__ import MODELS
 from benchmarks.shared_gpu.cases import CASES

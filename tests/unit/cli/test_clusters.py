@@ -2,7 +2,8 @@ import pytest
 
 from autopar.cli.clusters import Overrides, parse_target, with_devices
 from autopar.errors import ArgumentError, ProfileError
-from autopar.ir.mesh import DEVICES, ClusterSpec, LogicalMesh
+from autopar.ir.devices import DEVICES
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from tests.machine_profiles import machine_profile
 
 FULL = """

@@ -3,7 +3,8 @@
 import pytest
 
 from autopar.cost.collectives import all_gather_s, all_to_all_s, shift_s
-from autopar.ir.mesh import ClusterSpec, DeviceSpec, mesh_of_cluster
+from autopar.ir.devices import DeviceSpec
+from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 
 LINK, HOST = 400.0, 200.0  # of a device's link; of a host's whole network
 DEVICE = DeviceSpec("made up", 1.0, 1.0, 1.0, 1.0, LINK, HOST, 0.25, 2.0)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost.compute import compute_s, tie_break_s
-from autopar.ir.mesh import DEVICES, ClusterSpec, DeviceSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.devices import DEVICES, DeviceSpec
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.sharding.solve import solve_graph
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step

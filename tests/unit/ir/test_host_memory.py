@@ -7,8 +7,9 @@ from math import inf, nan
 import pytest
 
 from autopar.errors import ArgumentError
+from autopar.ir.devices import device_spec
 from autopar.ir.host_memory import HostCut, HostGroup, HostMemory
-from autopar.ir.mesh import ClusterSpec, device_spec
+from autopar.ir.mesh import ClusterSpec
 
 
 def test_a_cut_knows_its_inputs_in_order() -> None:

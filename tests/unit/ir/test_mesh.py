@@ -5,14 +5,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import ArgumentError, MeshError
-from autopar.ir.mesh import (
-    DEVICES,
-    ClusterSpec,
-    DeviceSpec,
-    LogicalMesh,
-    device_spec,
-    mesh_of_cluster,
-)
+from autopar.ir.devices import DEVICES, DeviceSpec, device_spec
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 
 
 def test_a_mesh_has_names_and_prices_without_being_told() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ArgumentError
-from autopar.ir.mesh import ClusterSpec, DeviceSpec
+from autopar.ir.devices import DeviceSpec
+from autopar.ir.mesh import ClusterSpec
 from autopar.measure import judge as judge_module
 from autopar.measure.judge import Judgement, judge
 from autopar.measure.judge_kernels import CACHE_SPEED, LAUNCH_S, MEMORY

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from autopar.ir.mesh import DeviceSpec
+from autopar.ir.devices import DeviceSpec
 from autopar.measure.judge_kernels import (
     CACHE_SPEED,
     EXTRA_DEPTH,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from autopar.errors import MemoryBudgetError
-from autopar.ir.mesh import DEVICES
+from autopar.ir.devices import DEVICES
 from autopar.rewrite.layers import Layer
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.planning_log import PlanningLog

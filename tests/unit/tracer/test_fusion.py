@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.ir.devices import DEVICES
 from autopar.ir.graph import NodeKind
-from autopar.ir.mesh import DEVICES
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 from tests.unit.tracer.memory_graphs import array, graph_of, lives_by_op, train

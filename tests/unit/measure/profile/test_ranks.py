@@ -17,7 +17,8 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.errors import ProfileError
-from autopar.ir.mesh import DEVICES, cluster_of_profile
+from autopar.ir.devices import DEVICES
+from autopar.ir.mesh import cluster_of_profile
 from autopar.ir.profile import CollectiveTime, GpuShare, MachineProfile, Timing, load_profile
 from autopar.measure.profile.hardware import Hardware, first_difference, profile_of
 from autopar.measure.profile.samples import Abilities, planned_samples

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ArgumentError, CompileError
-from autopar.ir.mesh import DEVICES
+from autopar.ir.devices import DEVICES
 from autopar.measure.verify import targets
 from autopar.measure.verify.targets import cuda_version, load_target, target_names, target_of
 
