@@ -29,7 +29,8 @@ from autopar.stages.looped import (
 )
 from autopar.stages.pipeline_task import ExistingPlacement, PipelineOrigin, PipelineTask
 from autopar.stages.solve_pipeline import solve_pipeline
-from autopar.stages.stage_plans import in_flight_of, pins_for
+from autopar.stages.stage_memory import in_flight_of
+from autopar.stages.stage_plans import pins_for
 from autopar.stages.stage_tensors import held_specs, stacks_of
 
 

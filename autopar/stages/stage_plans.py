@@ -8,14 +8,13 @@ that several pipelines have: `KnownStages` remembers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from jax.sharding import PartitionSpec
 
 from autopar.errors import MemoryBudgetError
-from autopar.ir.graph import Graph, Life
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import LayerTable, Submesh
@@ -43,6 +42,7 @@ from autopar.sharding.plan_mesh import (
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.solve import GraphSharding
 from autopar.stages.layer_tables import stage_costs, submesh_cluster
+from autopar.stages.stage_memory import in_flight_of
 from autopar.tracer.fingerprint import program_fingerprint
 
 
@@ -267,26 +267,3 @@ def _constraints(task: StageTask, options: ShardingOptions) -> LayoutConstraints
         ),
         constraints.named,
     )
-
-
-# -- memory of micro-batches in flight
-
-
-def in_flight_of(stage: StageSlice, count: int) -> Callable[[Graph], Graph]:
-    return lambda graph: with_in_flight(graph, stage, count)
-
-
-def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:
-    """The graph with what a stage holds of micro-batches in flight, and without the stacks of what
-    it sends and receives, of which only single micro-batches exist."""
-    body = stage.body
-    inside = {r for e in body.equations for r in e.results} | set(body.inputs)
-    times = [graph.liveness.times[graph.producer[v][0]] for v in inside if v in graph.producer]
-    lives = [life for life in graph.liveness.lives if life.value not in stage.stacks]
-    if times:
-        for value in stage.residual_values():
-            if value in graph.producer:
-                more = count - (value in graph.liveness.in_memory)
-                if more > 0:
-                    lives.append(Life(value, min(times), max(times), more))
-    return replace(graph, liveness=replace(graph.liveness, lives=tuple(lives)))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
+from benchmarks.memory_zoo import newcomers
 from benchmarks.planning_zoo import strangers
 from examples.models import build, dlrm, gpt, moe
 from examples.models.example import Example
@@ -155,6 +156,8 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     "scanned bert": partial(
         _example, lambda n: build("bert-large", 8 * n, num_layers=8, scan_layers=True)
     ),
+    "perceiver": partial(_zoo, lambda n: newcomers.perceiver(4 * n)),
+    "pixel cnn": partial(_zoo, lambda n: newcomers.pixel_cnn(32 * n)),
 }
 
 

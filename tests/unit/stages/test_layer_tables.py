@@ -33,7 +33,7 @@ from autopar.stages.layer_tables import (
     submesh_cluster,
     undominated,
 )
-from autopar.stages.stage_plans import with_in_flight
+from autopar.stages.stage_memory import with_in_flight
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace import StepOptions
 from examples.models import build

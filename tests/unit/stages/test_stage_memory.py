@@ -1,0 +1,75 @@
+"""What a stage holds of micro-batches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.graph import Graph, Life
+from autopar.rewrite.stage_slices import StageSlice, slice_step
+from autopar.stages.stage_memory import with_in_flight
+from autopar.tracer.build import build_graph
+from tests.unit.stages.test_layer_tables import case
+
+WIDTH, ROWS = 64, 32
+Layer = tuple[jax.Array, jax.Array]
+
+
+def stages(layer_of: Callable[[Layer, jax.Array], jax.Array], dtype: Any) -> list[StageSlice]:
+    """Two layers, a stage each, with four micro-batches."""
+
+    def step(params: list[Layer], batch: jax.Array) -> Any:
+        def loss(params: list[Layer]) -> jax.Array:
+            x = batch
+            for layer in params:
+                x = layer_of(layer, x)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    array = jax.ShapeDtypeStruct
+    layer = array((WIDTH, WIDTH), dtype), array((WIDTH,), dtype)
+    own = case(step, ([layer] * 2, array((ROWS * 4, WIDTH), dtype)), 4, 2)
+    return list(slice_step(own.step, own.layers, [0, 1]).stages)
+
+
+def biased(layer: Layer, x: jax.Array) -> jax.Array:
+    return jnp.sin(x @ layer[0] + layer[1])
+
+
+def lives_of(graph: Graph, made_by: str, value: int | None = None) -> list[Life]:
+    return [
+        life
+        for life in graph.liveness.lives
+        if graph.nodes[graph.producer[life.value][0]].name == made_by
+        and value in (None, life.value)
+    ]
+
+
+def test_a_residual_is_counted_once_for_each_micro_batch_in_flight() -> None:
+    """Also one that cuBLAS makes: a product with its bias."""
+    stage = stages(biased, jnp.float32)[1]
+    for count in (1, 3):
+        graph = with_in_flight(build_graph(stage.step), stage, count)
+        (life,) = [x for x in lives_of(graph, "add") if x.value in stage.residual_values()]
+        assert life.count == count
+
+
+def test_a_gradient_that_arrives_is_there_for_one_micro_batch() -> None:
+    stage = stages(biased, jnp.float32)[0]
+    ((arrival, _),) = stage.arrivals
+    assert arrival in stage.residual_values()
+    graph = with_in_flight(build_graph(stage.step), stage, 2)
+    assert [x.count for x in lives_of(graph, "scan_slice", arrival)] == [1]
+
+
+def test_a_residual_is_there_while_either_program_runs() -> None:
+    stage = stages(biased, jnp.float32)[1]
+    graph = with_in_flight(build_graph(stage.step), stage, 1)
+    (life,) = [x for x in lives_of(graph, "add") if x.value in stage.residual_values()]
+    made = [graph.producer[v][0] for e in stage.body.equations for v in e.results]
+    times = [graph.liveness.times[index] for index in made]
+    assert life.start <= min(times) and life.end == max(times)
