@@ -108,22 +108,25 @@ class WholeStep:
         return plan_mesh(task, self.log)
 
     def _unrolled(self, planned: PlannedStep) -> PlannedStep | None:
-        """On one device, the plan with scans over layers written out, if that fits and is clearly
-        faster. A scan that stacks what the user's `jax.checkpoint` saves stays."""
-        step, spec = planned.traced, self.cluster.spec
+        """The plan with scans over layers written out, if that fits and is clearly faster: on one
+        device, or where the method shards as it likes. A scan that stacks what the user's
+        `jax.checkpoint` saves stays."""
+        step, plan = planned.traced, planned.plan
         is_whole = step.num_micro_batches == 1 and not step.remat and not self.host
-        if planned.plan.num_devices > 1 or not step.is_thinned or not is_whole:
+        is_free = plan.num_devices == 1 or isinstance(self.method, ShardParallel)
+        if not (step.is_thinned and is_whole and is_free and plan.is_timed):
             return None
         with self.log.timed("remat"):
             unrolled = self.source.unrolled()
-        if unrolled is None or not planned.plan.is_timed:
+        if unrolled is None:
             return None
         try:
-            other = self._planned(unrolled, None, in_full=False, every_order=False)
+            other = self._planned(unrolled, plan.mesh_shape, in_full=False, every_order=False)
         except MemoryBudgetError:
             return None
-        fits = other.plan.estimated_peak_bytes <= spec.memory_bytes * (1 - RESERVE_SHARE)
-        is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * planned.plan.estimated_step_s
+        memory = self.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
+        fits = other.plan.estimated_peak_bytes <= memory
+        is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * plan.estimated_step_s
         return other if fits and is_faster else None
 
     def peak_floor(self, budget: float = 0.0) -> float:

@@ -4,8 +4,9 @@ Each equation becomes a node with its Shardy rule, flops and bytes. Loops are op
 their bodies are weighted by the trip count and their carries tied by `MERGE` nodes, so that a scan
 over layers is solved like the layers themselves. The graph has two more kinds of nodes:
 
-- `USE` nodes after state inputs, so that a parameter gathered once serves forward and backward,
-  and in front of loops, so that a value that a loop only reads is resharded once, not every trip;
+- `USE` nodes after state inputs, their casts and layers cut out of them, so that a parameter
+  gathered once serves forward and backward, and in front of loops, so that a value that a loop only
+  reads is resharded once, not every trip;
 - `FINISH` nodes after ops that can leave partial sums, where the solver chooses between all-reduce
   and reduce-scatter.
 
@@ -109,6 +110,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.alias: dict[int, int] = {}  # program value -> graph value that replaces it
         self.shared: set[int] = set()  # inputs that have a USE node
+        self.cut: set[int] = set()  # slices of such inputs: a layer's part of a stack
         self.product_sums: set[int] = set()  # FINISH results of products and of sums of them
         self.summed: set[int] = set()  # values that a sum of partial sums reads
         self.zeros: set[int] = set()  # values known to be zero
@@ -313,13 +315,21 @@ class _Builder:
         self.nodes.append(node)
         if partial:
             self.finish(node, equation.results)
-        elif (
-            equation.name == "convert_element_type"
-            and equation.operands[0] in self.shared
-            and here.region != UPDATE
-            and self.values[results[0]].shape
-        ):  # a cast parameter: gathered once, in the precision of its use
-            self.share(results[0])
+        elif here.region != UPDATE and self.values[results[0]].shape:
+            self.share_parameter(equation)
+
+    def share_parameter(self, equation: Equation) -> None:
+        """A parameter that was cast, or cut out of a stack, is gathered once for all its readers:
+        in the precision of its use, and without the other layers."""
+        if equation.name not in ("slice", "squeeze", "convert_element_type"):
+            return
+        operand, result = equation.operands[0], equation.results[0]
+        if not isinstance(operand, int) or not (operand in self.shared or operand in self.cut):
+            return
+        if equation.name != "convert_element_type":
+            self.cut.add(result)
+        if equation.name != "slice":
+            self.share(result)
 
     def barrier(self, equation: Equation, here: _Context, index: int) -> None:
         """One node per operand: a barrier orders its operands but does not tie their layouts."""

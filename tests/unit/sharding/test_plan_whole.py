@@ -1,4 +1,4 @@
-"""On one device, scans over layers are written out where that fits and pays."""
+"""Scans over layers are written out where that fits and pays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ import autopar
 from examples.models import build
 
 ONE_H100 = autopar.ClusterSpec(1, 1, "h100-sxm")
+EIGHT_H100S = autopar.ClusterSpec(1, 8, "h100-sxm")
 SIZES = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "seq_len": 512, "vocab_size": 1024}
 
 
-def plan_of(method: Any = None, **changes: Any) -> autopar.ParallelPlan:
-    model = build("gpt-2.6b", batch_size=8, **SIZES | {"scan_layers": True} | changes)
+def plan_of(
+    method: Any = None, cluster: autopar.ClusterSpec = ONE_H100, **changes: Any
+) -> autopar.ParallelPlan:
+    sizes = {"batch_size": 8, "scan_layers": True, **SIZES, **changes}
+    model = build("gpt-2.6b", **sizes)
     state, batch = model.abstract_state(), model.abstract_batch()
-    return autopar.plan(model.train_step, state, batch, cluster=ONE_H100, method=method)
+    return autopar.plan(model.train_step, state, batch, cluster=cluster, method=method)
 
 
 def test_a_short_scan_is_written_out() -> None:
@@ -29,6 +33,14 @@ def test_a_short_scan_is_written_out() -> None:
     assert "scans over layers are written out" in plan.explain()
     assert plan.estimated_step_s == pytest.approx(loop.estimated_step_s, rel=0.02)
     assert not loop.unrolled
+
+
+def test_a_short_scan_is_written_out_on_a_mesh() -> None:
+    large = {"cluster": EIGHT_H100S, "batch_size": 64, "hidden_size": 1024}
+    plan, loop = plan_of(**large), plan_of(**large, scan_layers=False)
+    assert plan.unrolled and plan.num_devices == 8 and not plan.is_pipeline
+    assert plan.estimated_step_s == pytest.approx(loop.estimated_step_s, rel=0.02)
+    assert not plan_of(autopar.Zero3Parallel(), **large).unrolled, "each trip gathers its layer"
 
 
 def test_a_scan_that_would_not_fit_written_out_stays() -> None:
@@ -56,13 +68,17 @@ def one_session() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_session")
-def test_a_saved_plan_writes_the_scan_out_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", [ONE_H100, EIGHT_H100S], ids=["one device", "a mesh"])
+def test_a_saved_plan_writes_the_scan_out_again(
+    tmp_path: Path, cluster: autopar.ClusterSpec
+) -> None:
     model = build("gpt-tiny-scan", num_layers=2)
     state, batch = model.create_state(), model.make_batch()
-    plan = autopar.plan(model.train_step, state, batch, cluster=ONE_H100)
+    method = autopar.ShardParallel((cluster.num_devices,))
+    plan = autopar.plan(model.train_step, state, batch, cluster=cluster, method=method)
     assert plan.unrolled
     plan.save(tmp_path / "plan.json")
-    autopar.init(devices=jax.devices()[:1])
+    autopar.init(devices=jax.devices()[: cluster.num_devices])
     loaded = autopar.ParallelPlan.load(tmp_path / "plan.json")
     _, loss = autopar.parallelize(model.train_step, method=loaded)(state, batch)
     _, expected = jax.jit(model.train_step)(model.create_state(), batch)
