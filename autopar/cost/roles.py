@@ -11,7 +11,7 @@ parameter or the batch:
 
 A *parameter* is an input outside the batch that ops outside the update read and that has gradients
 or is used by a product (running averages are none). Its *readers* are the forward ops behind its
-casts and transposes; its *gradients* are the values between the product that makes them and its
+casts, slices and transposes; its *gradients* are the values between the product that makes them and its
 update.
 """
 
@@ -32,8 +32,9 @@ INNER, OUTER = "in", "out"  # features of a parameter that a product sums over, 
 _CARRYING = {
     "broadcast_in_dim", "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims",
     "copy", "copy_p", "stop_gradient", "optimization_barrier", "scan_slice", "scan_stack",
-    _jax.CONSTRAIN,
+    "slice", "concatenate", _jax.CONSTRAIN,
 }  # fmt: skip
+_CUTTING = {"scan_slice", "scan_stack", "slice", "concatenate"}  # those that change its size
 _ADDING = {"add", "add_any"}
 _FLOATS = ("float", "bfloat", "complex")
 
@@ -209,7 +210,6 @@ def _walk_update(
     """Walks back from a parameter's new value, filling `update_of` and `gradient_of`; returns its
     moments."""
     info = graph.values[parameter]
-    size = prod(info.shape)
     same = tuple(range(len(info.shape)))
     pending: list[tuple[int, Dims, bool]] = [(new, same, False)]
     seen = {parameter}
@@ -236,9 +236,9 @@ def _walk_update(
             light = node.name in _CARRYING or node.name in _ADDING
             if node.kind is NodeKind.OP and not light:
                 continue
-        stacks = node.name in ("scan_slice", "scan_stack")
+        cuts, size = node.name in _CUTTING, prod(graph.values[value].shape)
         for operand, factors in zip(node.operands, node.rule.operands, strict=True):
-            if stacks or prod(graph.values[operand].shape) == size:
+            if cuts or prod(graph.values[operand].shape) == size:
                 operand_dims = _carried(node.rule.results[position], dims, factors)
                 pending.append((operand, operand_dims, is_gradient))
     return tuple(moments)
