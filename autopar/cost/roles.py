@@ -11,8 +11,8 @@ parameter or the batch:
 
 A *parameter* is an input outside the batch that ops outside the update read and that has gradients
 or is used by a product (running averages are none). Its *readers* are the forward ops behind its
-casts, slices and transposes; its *gradients* are the values between the product that makes them and its
-update.
+casts, slices and transposes; its *gradients* are the values between the product that makes them and
+its update.
 """
 
 from __future__ import annotations
