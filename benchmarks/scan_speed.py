@@ -1,6 +1,6 @@
 """A scan over layers against the same layers written out: seconds of a step on one device.
 
-    python -m benchmarks.scan_speed [--json FILE] [--only MODEL …] [--tiny | --compiled]
+    python -m benchmarks.scan_speed [--json FILE] [--only MODEL …] [--tiny | --compiled [N]]
 
 Every model runs in four forms: scanned and written out, by `jax.jit` and by autopar's default
 method. They take turns: each round dispatches some steps of one form after the other without
@@ -8,9 +8,10 @@ waiting, and a form's time is the median over rounds. `scan_ratio` is a scanned 
 written-out one by the same side; `jit_ratio` is autopar's step over that of `jax.jit`. With
 `--tiny`, a dry run on any device.
 
-With `--compiled` nothing runs: the programs are compiled for one absent H100, and
-`autopar.measure.judge` reads their seconds. A third side, `kept scan`, is autopar's without writing
-the scan out, as in deep models. It needs `jax[cuda13]` and
+With `--compiled` nothing runs: the programs, planned on one mesh, are compiled for one absent H100,
+or for N of them with N times the batch, and `autopar.measure.judge` reads their seconds. A third
+side, `kept scan`, is autopar's without writing the scan out, as in deep models. `jax.jit` is for
+one device only. It needs `jax[cuda13]` and
 
     JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_enable_triton_gemm=false
 """
@@ -106,16 +107,19 @@ def measured(name: str, case: tuple[str, dict[str, Any], int]) -> list[dict[str,
     ]
 
 
-def judged(name: str, case: tuple[str, dict[str, Any], int]) -> list[dict[str, Any]]:
-    """The forms of a model compiled for an absent H100."""
+def judged(
+    name: str, case: tuple[str, dict[str, Any], int], num_devices: int
+) -> list[dict[str, Any]]:
+    """The forms of a model compiled for absent H100s."""
     from benchmarks.gpu_hlo import peak_bytes  # keeps JAX from looking for GPUs
 
     model, overrides, batch = case
     rows: list[dict[str, Any]] = []
     for scan in (False, True):
-        example = build(model, batch_size=batch, scan_layers=scan, **overrides)
-        for side in ("jit", "autopar", "kept scan") if scan else ("jit", "autopar"):
-            compiled, plan = _compiled(example, side)
+        example = build(model, batch_size=batch * num_devices, scan_layers=scan, **overrides)
+        sides = ("jit", "autopar", "kept scan") if scan else ("jit", "autopar")
+        for side in sides if num_devices == 1 else sides[1:]:
+            compiled, plan = _compiled(example, side, num_devices)
             row = {
                 "model": name,
                 "layers": "scanned" if scan else "written out",
@@ -130,10 +134,10 @@ def judged(name: str, case: tuple[str, dict[str, Any], int]) -> list[dict[str, A
     return rows
 
 
-def _compiled(example: Any, side: str) -> tuple[Any, autopar.ParallelPlan | None]:
+def _compiled(example: Any, side: str, num_devices: int) -> tuple[Any, autopar.ParallelPlan | None]:
     from benchmarks.gpu_hlo import h100_devices
 
-    devices = h100_devices(1)
+    devices = h100_devices(num_devices)
     state, batch = example.abstract_state(), example.abstract_batch()
     if side == "jit":
         alone = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
@@ -145,8 +149,8 @@ def _compiled(example: Any, side: str) -> tuple[Any, autopar.ParallelPlan | None
     if side == "kept scan":
         plan_whole._WORTH_UNROLLING = 0.0
     try:
-        cluster = autopar.ClusterSpec(1, 1, H100)
-        plan = autopar.plan(example.train_step, state, batch, cluster=cluster)
+        cluster = autopar.ClusterSpec(1, num_devices, H100)
+        plan = autopar.plan(example.train_step, state, batch, cluster=cluster, method="shard")
     finally:
         plan_whole._WORTH_UNROLLING = worth
     compiled = autopar.compile(example.train_step, state, batch, plan=plan, devices=devices)
@@ -157,7 +161,15 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--tiny", action="store_true", help="small models: a dry run")
-    parser.add_argument("--compiled", action="store_true", help="for an absent H100, by the judge")
+    parser.add_argument(
+        "--compiled",
+        nargs="?",
+        type=int,
+        const=1,
+        choices=range(1, 9),
+        metavar="N",
+        help="for absent H100s of one host, by the judge",
+    )
     options = parser.parse_args()
     check_names(parser, "--only", options.only, MODELS)
     if not options.compiled:
@@ -165,12 +177,15 @@ def main() -> None:
     document: dict[str, Any] = {
         "command": command_line("benchmarks.scan_speed", FILE=options.json),
         "jax": jax.__version__,
-        "device": f"{H100}, not run" if options.compiled else jax.devices()[0].device_kind,
+        "device": f"{options.compiled} × {H100}, not run"
+        if options.compiled
+        else jax.devices()[0].device_kind,
         "rows": [],
     }
     for name in options.only:
-        rows = judged if options.compiled else measured
-        for row in rows(name, (TINY if options.tiny else MODELS)[name]):
+        case = (TINY if options.tiny else MODELS)[name]
+        rows = judged(name, case, options.compiled) if options.compiled else measured(name, case)
+        for row in rows:
             document["rows"].append(row)
             print(json.dumps(row), flush=True)
         write_json(options.json, document)
