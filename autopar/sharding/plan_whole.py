@@ -80,8 +80,10 @@ class WholeStep:
     ) -> PlannedStep:
         """The plan with these layers recomputed (see `RematProblem`)."""
         step = self._recomputing(layers)
+        started_s = self.log.deadline.elapsed_s
         planned = self._planned(step, mesh_shape, in_full=in_full, every_order=every_order)
-        return self.log.note(self._unrolled(planned) or planned)
+        took_s = self.log.deadline.elapsed_s - started_s
+        return self.log.note(self._unrolled(planned, took_s) or planned)
 
     def _planned(
         self,
@@ -107,22 +109,27 @@ class WholeStep:
         )
         return plan_mesh(task, self.log)
 
-    def _unrolled(self, planned: PlannedStep) -> PlannedStep | None:
+    def _unrolled(self, planned: PlannedStep, took_s: float) -> PlannedStep | None:
         """The plan with scans over layers written out, if that fits and is clearly faster: on one
         device, or where the method shards as it likes. A scan that stacks what the user's
-        `jax.checkpoint` saves stays."""
+        `jax.checkpoint` saves stays. `took_s`: to make the plan at hand."""
         step, plan = planned.traced, planned.plan
         is_whole = step.num_micro_batches == 1 and not step.remat and not self.host
         is_free = plan.num_devices == 1 or isinstance(self.method, ShardParallel)
         if not (step.is_thinned and is_whole and is_free and plan.is_timed):
             return None
-        with self.log.timed("remat"):
-            unrolled = self.source.unrolled()
-        if unrolled is None:
+        if not self.log.deadline.allows(took_s):
             return None
         try:
+            with self.log.timed("remat"):
+                unrolled = self.source.unrolled()
+            if unrolled is None:
+                return None
             other = self._planned(unrolled, plan.mesh_shape, in_full=False, every_order=False)
-        except MemoryBudgetError:
+        except (MemoryBudgetError, MeshError, SolverError, SpecError):
+            return None
+        except Exception as error:
+            self.log.contain("layers written out", error)
             return None
         memory = self.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
         fits = other.plan.estimated_peak_bytes <= memory

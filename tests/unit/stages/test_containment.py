@@ -18,6 +18,7 @@ from autopar.rewrite import step_source
 from autopar.sharding import plan_mesh, plan_whole
 from autopar.stages import auto, auto_task, choose_stages, plan_pipeline, table_bench
 from autopar.tracer import rules
+from examples.models import build
 
 pytestmark = pytest.mark.representatives(
     "test_a_mesh_that_fails_is_left_out_and_named",
@@ -328,6 +329,17 @@ def test_a_pin_in_vain_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in (ShardParallel(options=options), AutoParallel(options=options)):
         with pytest.raises(SpecError, match="nothing"):
             plan(method, HOSTS)
+
+
+def test_a_scan_that_cannot_be_written_out_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("gpt-tiny-scan", num_layers=2)
+    args = model.abstract_state(), model.abstract_batch()
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+    assert plan(ShardParallel(), cluster, model.train_step, args).unrolled
+    Injected(monkeypatch, step_source, "unroll_scans", always)
+    found = plan(ShardParallel(), cluster, model.train_step, args)
+    assert not found.unrolled
+    assert "ruled out layers written out: IndexError" in warning_of(found)
 
 
 def test_without_layers_the_default_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
