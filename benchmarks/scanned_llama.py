@@ -2,6 +2,7 @@
 
     python -m benchmarks.scanned_llama                       # rows that are missing, then the page
     python -m benchmarks.scanned_llama --row 70b-scanned     # these again
+    python -m benchmarks.scanned_llama --anew --jobs 12      # all of them, twelve at a time
     python -m benchmarks.scanned_llama --page                # only writes the page
 
 The model is written as MaxText writes it: one `lax.scan` over stacked layers under
@@ -24,6 +25,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -305,11 +307,17 @@ def _cells(kind: str, row: dict[str, Any]) -> list[str]:
     return [title, stages, str(row["num_micro_batches"]), recomputed, memory, step, took]
 
 
+def _row(name: str) -> dict[str, Any]:
+    return row_of_a_process("benchmarks.scanned_llama", ["--one", name], LIMIT_S)
+
+
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     parser = script_parser(__doc__)
     parser.set_defaults(json=str(RESULTS))
     parser.add_argument("--row", nargs="+", metavar="NAME", help="only these, and anew")
+    parser.add_argument("--anew", action="store_true", help="all rows, not only missing ones")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--one", metavar="NAME", help="plan one row, and print it")
     options = parser.parse_args()
@@ -320,14 +328,16 @@ def main() -> None:
     check_names(parser, "--row", options.row or (), names())
     path = Path(options.json)
     rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
-    todo = options.row or [name for name in names() if name not in rows]
-    for name in () if options.page else todo:
-        rows[name] = row_of_a_process("benchmarks.scanned_llama", ["--one", name], LIMIT_S)
-        row = rows[name]
-        said = row.get("error") or f"{row['step_s']:.2f} s, {row['peak_gib']:.1f} GiB"
-        print(f"{name}: {said} ({row.get('cpu_s', 0):.0f} CPU s)", flush=True)
-        rows = {one: rows[one] for one in names() if one in rows}
-        write_json(options.json, {"rows": rows})
+    todo = options.row or [name for name in names() if options.anew or name not in rows]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        jobs = {pool.submit(_row, name): name for name in (() if options.page else todo)}
+        for job in as_completed(jobs):
+            name, row = jobs[job], job.result()
+            said = row.get("error") or f"{row['step_s']:.2f} s, {row['peak_gib']:.1f} GiB"
+            print(f"{name}: {said} ({row.get('cpu_s', 0):.0f} CPU s)", flush=True)
+            rows[name] = row
+            rows = {one: rows[one] for one in names() if one in rows}
+            write_json(options.json, {"rows": rows})
     if path == RESULTS:
         PAGE.write_text(page(rows))
 
