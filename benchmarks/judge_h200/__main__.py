@@ -1,11 +1,13 @@
 """Train steps of many models on one H200: measured, judged by their HLO, and predicted.
 
-    python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …] [--tiny]
+    python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …]
+                                            [--operations] [--tiny]
     python -m benchmarks.judge_h200 compare FOLDER [--json FILE] [--kernels NAME]
     python -m benchmarks.judge_h200 predict FILE
 
 `measure` compiles every step by plain `jax.jit` for the one GPU and times it; `--tiny` is a dry run
-on any device. After `--limit-s` seconds no other step begins, and a minute later the process ends.
+on any device. `--operations` measures single operations in place of models
+(`operations`). After `--limit-s` seconds no other step begins, and a minute later the process ends.
 `compare` needs no GPU: it reads the compiled programs (`autopar.measure.judge`), plans every step
 for one H200 with the table that comes with autopar, and divides both figures by the measured
 seconds. Models that decide nothing are reported apart. `--kernels` lists a step's kernels as judged
@@ -34,9 +36,10 @@ def run_measure(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
     from benchmarks.judge_h200.cases import all_cases
     from benchmarks.judge_h200.measuring import Folder, measure
+    from benchmarks.judge_h200.operations import all_operations
     from benchmarks.pipeline_rows import machine
 
-    cases = list(all_cases())
+    cases = list(all_operations() if options.operations else all_cases())
     wanted = options.only or [case.name for case in cases]
     check_names(parser, "--only", wanted, [case.name for case in cases])
     about = {
@@ -75,6 +78,7 @@ def main() -> None:
     measure.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     measure.add_argument("--limit-s", type=float, default=300.0)
     measure.add_argument("--only", nargs="+", metavar="NAME")
+    measure.add_argument("--operations", action="store_true", help="not models, single operations")
     compare = commands.add_parser("compare", help="anywhere")
     compare.add_argument("folder", type=Path)
     compare.add_argument("--json", metavar="FILE", help="write all figures to this file")
