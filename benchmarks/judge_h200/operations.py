@@ -155,7 +155,7 @@ def _convolved(x: Any, w: Any, *, stride: int, transposed: bool) -> Any:
         x,
         w,
         (1,) * rank if transposed else (stride,) * rank,
-        "SAME",
+        [(1, 1 + transposed)] * rank,
         lhs_dilation=(stride,) * rank if transposed else None,
         dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
     )
