@@ -6,7 +6,9 @@ many of its ops use it; an op that several kernels recompute belongs to each. As
 kernels merge if they go over the same large value and do not wait for each other: sums of the same
 values, a residual beside an activation's result, the updates of a parameter and of its moments. An
 elementwise kernel, or a sum over rows, also merges with the kernel that makes its operand; a value
-that only the merged kernel reads is then not written at all.
+that only the merged kernel reads is then not written at all. A kernel that sums along rows holds
+them in a tile, unless they are long, so a second sum along them that needs the first is made there
+too: a softmax's maximum and sum.
 
 What a scan stacks is written twice: as zeros, and by the copy of each trip's slice.
 
@@ -34,6 +36,7 @@ _GATHERS = ("gather", "dynamic_slice")
 _MAX_MEMBERS = 256  # ops of a kernel, in the search for its sources
 _MAX_BETWEEN = 64  # kernels between two that may merge, in the search for a dependence
 _SMALL = 2**16  # elements of a value that is too small to merge kernels
+_LONG_ROW = 2**14  # elements of a row above which XLA sums it in parts
 # Instructions of a GPU's lanes per element; what is not listed takes one.
 _LANE_OPS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "copy", "select_and_gather_add"), 0.0),
@@ -237,7 +240,7 @@ class _Kernels:
         shared = {id(k): len(k.sources & sources) + (k in makers) for k in candidates}
         for kernel in sorted(reversed(candidates), key=lambda k: -shared[id(k)]):
             matches = kernel.may_grow and kernel.region == node.region and kernel.size == size
-            if matches and not self.waits(sources, kernel, joins):
+            if matches and not self.waits(node, sources, kernel, joins):
                 return kernel
         return None
 
@@ -245,15 +248,16 @@ class _Kernels:
         name = self.nodes[self.producer[value]].name
         return name not in UNFUSED and not name.startswith(_REDUCTIONS)
 
-    def waits(self, sources: set[int], kernel: _Kernel, joins: bool) -> bool:
+    def waits(self, root: Node, sources: set[int], kernel: _Kernel, joins: bool) -> bool:
         """Whether a root with these sources has to wait for a kernel to end."""
         frontier = []
         for value in sources:
             writer = self.writer.get(value)
             if writer is kernel:
-                if not (
+                is_made_there = (
                     joins and self.is_elementwise(value) and self.elements[value] == kernel.size
-                ):
+                )
+                if not is_made_there and not self.share_rows(root, value):
                     return True
             elif writer is not None:
                 frontier.append(writer)
@@ -270,6 +274,14 @@ class _Kernels:
                     seen.add(id(writer))
                     frontier.append(writer)
         return False
+
+    def share_rows(self, root: Node, value: int) -> bool:
+        """Whether a root and the maker of a value sum along the same rows, and these are short."""
+        maker = self.nodes[self.producer[value]]
+        if not (self.sums_along_rows(root) and self.sums_along_rows(maker)):
+            return False
+        shape, other = (self.values[node.operands[0]].shape for node in (root, maker))
+        return shape == other and shape[-1] <= _LONG_ROW
 
     # -- which op is charged
 
@@ -336,10 +348,7 @@ class _Kernels:
         elsewhere: dict[int, float] = {}
         found: dict[int, float] = {}
         # A sum along rows keeps them in a tile, with what is spread along them.
-        is_tiled = any(
-            self.nodes[index].name.startswith(_REDUCTIONS) and not self.sums_rows(self.nodes[index])
-            for index in kernel.members
-        )
+        is_tiled = any(self.sums_along_rows(self.nodes[index]) for index in kernel.members)
         for index in sorted(kernel.members, reverse=True):
             node = self.nodes[index]
             times = max(
@@ -426,6 +435,9 @@ class _Kernels:
         in_results = {f for dims in node.rule.results for factors in dims for f in factors}
         last = next((factors for factors in reversed(node.rule.operands[0]) if factors), ())
         return any(f in in_results for f in last)
+
+    def sums_along_rows(self, node: Node) -> bool:
+        return node.name.startswith(_REDUCTIONS) and not self.sums_rows(node)
 
     def moves_last(self, node: Node) -> bool:
         return bool(node.operands) and node.rule.operands[0][-1:] != node.rule.results[0][-1:]

@@ -3,11 +3,12 @@
 A loop that adds a value to its carry every trip (gradient accumulation, the gradient of a weight
 that all trips share) need not reduce the value's partial sums: it can add them up, and one
 reduction after the loop suffices. That holds if the carry starts at zero, only its own addition
-reads it, and the terms come from reductions through linear ops that nothing else reads.
+reads it, and the terms come from reductions through linear ops that nothing but the sum reads.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def loop_sums(scan: Equation, zeros: Collection[int]) -> LoopSums:
         if not is_zero(init, zeros) or not isinstance(out, int):
             continue
         summed = finder.summed_into(out, carry) if finder.num_reads[carry] == 1 else None
-        if summed is not None:
+        if summed is not None and finder.reads_alone(summed, out):
             carries[position] = finder.made_by[out]
             values |= {carry, *summed}
     return LoopSums(carries, frozenset(values))
@@ -79,12 +80,19 @@ class _SumFinder:
         for equation in body.equations:
             self.zeros.update(zeros_made(equation, self.zeros))
 
+    def reads_alone(self, summed: Collection[int], out: int) -> bool:
+        """Whether nothing but the sum itself, which is the output `out`, reads its values."""
+        reads = Counter((out,))
+        for equation in {id(e): e for v in summed if (e := self.made_by.get(v))}.values():
+            reads.update(v for v in equation.inputs if v in summed)
+        return all(self.num_reads[value] == reads[value] for value in summed)
+
     def summed_into(self, value: Operand, carry: int) -> set[int] | None:
         """The values on the way from a carry to its new value, if that takes additions alone, and
         the terms added; None if anything else happens to it."""
         if value == carry:
             return set()
-        if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
+        if not isinstance(value, int) or value not in self.made_by:
             return None
         addition = self.made_by[value]
         if addition.name not in ADDITIONS:
@@ -98,7 +106,7 @@ class _SumFinder:
 
     def unfinished(self, value: Operand) -> set[int] | None:
         """The values from reductions up to this one, inclusive, if all may stay partial sums."""
-        if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
+        if not isinstance(value, int) or value not in self.made_by:
             return None
         equation = self.made_by[value]
         name, operands = equation.name, equation.operands
@@ -123,5 +131,7 @@ class _SumFinder:
         if position < num_carry:
             is_sum = position in loop_sums(scan, self.zeros).carries
             return {scan.results[position]} if is_sum else None
-        inside = _body_finder(scan, self.zeros).unfinished(scan.bodies[0].outputs[position])
-        return None if inside is None else {*inside, scan.results[position]}
+        finder, out = _body_finder(scan, self.zeros), scan.bodies[0].outputs[position]
+        inside = finder.unfinished(out)
+        is_alone = inside is not None and isinstance(out, int) and finder.reads_alone(inside, out)
+        return {*inside, scan.results[position]} if inside is not None and is_alone else None

@@ -156,7 +156,7 @@ def test_literal_results_have_no_value() -> None:
 
 
 def test_ops_without_a_rule_are_counted() -> None:
-    graph = graph_of(lambda a, b: [jnp.linalg.qr(b)[0] @ a.T for _ in range(2)], X, W)
+    graph = graph_of(lambda a, b: [jnp.linalg.qr(b + i)[0] @ a.T for i in range(2)], X, W)
     (unruled,) = graph.unruled
     assert unruled.name == "qr"
     assert unruled.count == 2

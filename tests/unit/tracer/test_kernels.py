@@ -57,6 +57,20 @@ def test_what_waits_for_a_sum_is_another_kernel() -> None:
     assert moved(graph) == 3 * X.nbytes + 2 * 512 * 4
 
 
+def test_a_softmax_reads_short_rows_once_for_its_maximum_and_sum() -> None:
+    def softmax(x):
+        powers = jnp.exp(x - x.max(1, keepdims=True))
+        return powers / powers.sum(1, keepdims=True)
+
+    graph = graph_of(softmax, X)
+    assert num_kernels(graph) == 2
+    assert moved(graph) == 3 * X.nbytes + 3 * 512 * 4, "both kernels read x and find the maximum"
+    long = np.zeros((4, 2**15), np.float32)
+    graph = graph_of(softmax, long)
+    assert num_kernels(graph) == 3, "long rows are summed in parts"
+    assert moved(graph) >= 4 * long.nbytes
+
+
 def test_a_sum_over_rows_joins_the_kernel_that_makes_them() -> None:
     def fn(x, w):
         y = jnp.tanh(x)
