@@ -103,6 +103,7 @@ class TracedStep:
     remat: tuple[str, ...] = ()  # layers that the backward pass recomputes
     is_thinned: bool = False  # its scans stack less than those that were traced
     is_unrolled: bool = False  # its scans over layers are written out
+    is_reordered: bool = False  # its products transpose smaller arrays than those that were traced
     loop: int | None = None  # the equation that is the loop over micro-batches
     host: HostCut | None = None  # state in host memory, and the equations that update it
 

@@ -229,7 +229,7 @@ def annotate_with_host_memory(
 def _function_on(planned: PlannedStep, mesh: AnyMesh, platform: str) -> Callable[..., list[Any]]:
     traced, plan = planned.traced, planned.plan
     is_changed = traced.num_micro_batches > 1 or plan.remat or traced.is_thinned
-    is_changed = is_changed or traced.is_unrolled
+    is_changed = is_changed or traced.is_unrolled or traced.is_reordered
     if plan.num_devices == 1 and not is_changed and isinstance(mesh, Mesh):
         return traced.flat_fn  # nothing to annotate: jit the step itself
     return annotated_function(traced.program, plan.program, mesh, platform)

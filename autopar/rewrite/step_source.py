@@ -19,6 +19,7 @@ from typing import Any
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.layers import Layer
+from autopar.rewrite.product_orders import order_products
 from autopar.rewrite.remat import with_remat
 from autopar.rewrite.scan_residuals import thin_scans
 from autopar.rewrite.single_microbatch import loop_single_microbatch
@@ -73,7 +74,7 @@ class StepSource:
             else:
                 micro = unroll_scans(self.micro_batch(num_micro_batches))
                 loop = accumulate(whole, micro, num_micro_batches)
-            self._loops[num_micro_batches] = loop
+            self._loops[num_micro_batches] = order_products(loop)
         return self._loops[num_micro_batches]
 
     def with_recomputation(self, layers: Sequence[Layer], num_micro_batches: int = 1) -> TracedStep:
@@ -81,10 +82,11 @@ class StepSource:
         form = num_micro_batches, tuple((layer.name, layer.equations) for layer in layers)
         step = self._changed.pop(form, None)
         if step is None and num_micro_batches == 1:
-            step = thin_scans(with_remat(self.whole, layers))
+            step = order_products(thin_scans(with_remat(self.whole, layers)))
         elif step is None:
             micro = self.micro_batch(num_micro_batches)
-            step = thin_scans(accumulate(self.whole, micro, num_micro_batches, layers))
+            step = accumulate(self.whole, micro, num_micro_batches, layers)
+            step = order_products(thin_scans(step))
         self._changed[form] = step
         while len(self._changed) > _MOST_KEPT:
             del self._changed[next(iter(self._changed))]
@@ -96,7 +98,7 @@ class StepSource:
         step = unroll_scans(self.whole)
         if step is self.whole or step.program.num_equations() > _MOST_UNROLLED:
             return None
-        return replace(thin_scans(step), is_unrolled=True)
+        return replace(order_products(thin_scans(step)), is_unrolled=True)
 
 
 def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:

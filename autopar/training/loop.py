@@ -33,6 +33,7 @@ from autopar.runtime.checkpoints.save import (
     start_save,
 )
 from autopar.runtime.ranks.consensus import Consensus, arrival_limit_s
+from autopar.runtime.remote.arrays import DistributedArray
 from autopar.training.batch_source import BatchSource
 from autopar.training.keeping import (
     MOST_IN_A_ROW,
@@ -126,7 +127,7 @@ class Training:
         damaged: list[int] = []
         while (newest := latest_step(self._directory)) is not None:
             try:
-                self._restore(newest, source)
+                self._restore(newest, source, state)
                 return
             except (OtherModelError, UnreachableStoreError):
                 raise
@@ -145,7 +146,7 @@ class Training:
         self._begin_save(source)
         self._finish_save()  # the step will use up the only copy
 
-    def _restore(self, newest: int, source: BatchSource) -> None:
+    def _restore(self, newest: int, source: BatchSource, given: Any) -> None:
         saved = saved_by_training(self._directory, newest)
         self._metrics = metrics_of(self._directory)
         source.resume(newest, own_position(saved.get("positions")))
@@ -158,6 +159,7 @@ class Training:
             batch = source.get(newest, default=None)
             if batch is not None:
                 self._step.plan(self._like, batch)
+                _free(given, self._step)  # else two states would be in memory
                 target = self._step
         self._state = restore_step(self._directory, target, newest)
 
@@ -367,6 +369,20 @@ class Training:
             f"shapes and types of the state: {difference}. Return the new state, or a tuple that "
             "contains it."
         )
+
+
+def _free(state: Any, step: ParallelFunction) -> None:
+    """Give back the memory of a state, as the first call of the step would."""
+    assert step.last_planned is not None
+    traced = step.last_planned.traced
+    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "shape")]
+    argument = traced.call.argument
+    if argument[: len(leaves)] != (argument[0],) * len(leaves):  # objects have other leaves
+        return
+    for index in traced.donated:
+        leaf = leaves[index] if index < len(leaves) else None
+        if isinstance(leaf, jax.Array | DistributedArray) and not leaf.is_deleted():
+            leaf.delete()
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -674,3 +674,17 @@ def test_metadata_of_users_is_beside_the_state(tmp_path: Path):
     )
     assert autopar.checkpoint_metadata(tmp_path)["user"] == {"tokens": 4000, "run": "a"}
     assert autopar.checkpoint_metadata(tmp_path, 0)["user"]["tokens"] == 0
+
+
+def test_a_state_that_a_checkpoint_replaces_is_freed(tmp_path: Path):
+    """Else a run that fits would not fit when it is resumed: two states would be in memory."""
+
+    def resume(step: Any) -> Any:
+        given = jax.tree.map(jnp.asarray, fresh_state())
+        autopar.run_training(step, given, BATCHES[:4], checkpoint_dir=tmp_path)
+        return given
+
+    autopar.run_training(Failing(set()), fresh_state(), BATCHES[:2], checkpoint_dir=tmp_path)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(resume(Failing(set()))))
+    kept = autopar.parallelize(train_step, donate_argnums=())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(resume(kept)))
