@@ -44,8 +44,8 @@ def run_training(
 
     step:             takes (state, batch) and returns the new state, alone or in a tuple with other
                       results: the first with the structure, shapes and types of `state`.
-    state:            the initial state, which the first step uses up. If the folder has a checkpoint,
-                      only its types count, and its arrays are freed.
+    state:            the initial state, which the first step uses up. If the folder has a
+                      checkpoint, only its types count, and its arrays are freed.
     batches:          one per step: an iterable, a loader that saves its position, or a function
                       from the number of the first batch to an iterable (docs/training.md).
     checkpoint_dir:   the folder of checkpoints, which all hosts must see, or a URL in an object
