@@ -3,24 +3,27 @@
     s = transpose(k · q)           →   s = transpose(q) · k         if s is the largest
     transpose(s) · k               →   transpose(s · k)             if s is the largest
 
-A product gives its result as (batch, dimensions of the first operand, those of the second), each in
-the order of its operand. XLA swaps operands, and so exchanges whole groups, for nothing; any other
-order it has to write anew. Grouped-query attention is the case that counts: in `bqngd,bknd->bngqk`
-the groups `g` and the rows `q` change places, and XLA writes the scores, by far the largest arrays
-of the step, transposed, again and again in both passes.
+A product has its result as (batch, dimensions of the first operand, those of the second), each in
+the order of its operand, and XLA reads an operand as (batch, free, contracted) or (batch,
+contracted, free). It chooses how an array lies so that transposes cost nothing, if all products
+around agree on the order within these groups; if they do not, it writes the array again in another
+order. Grouped-query attention is the case that counts: `bqngd,bknd->bngqk` gives the scores with
+rows before groups, `bngqk,bknd->bqngd` reads them with groups before rows, and XLA writes them, by
+far the largest arrays of the step, again and again in both passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import prod
 
 from jax.core import ShapedArray
 
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.residuals import is_cheap
 from autopar.tracer.copy_equations import Copier, with_avals
 
 _TIMES = 2  # the largest array has so many times the elements of what is transposed in its place
@@ -100,6 +103,24 @@ def _product(
     return like.of_values((left.value, right.value), (result,), params=params)
 
 
+@dataclass(frozen=True)
+class _Touch:
+    """A product whose largest array is one of a family of values: of the same shape, with
+    elementwise equations between them.
+
+    groups:     the dimensions of the family that the product keeps together, in its order.
+    may_change: whether the product can follow the order of the family.
+    """
+
+    product: Equation
+    groups: tuple[tuple[int, ...], ...]
+    may_change: bool
+
+    @property
+    def is_in_order(self) -> bool:
+        return all(map(_rises, self.groups))
+
+
 class _Orders:
     """Writes the equations of one program, in order."""
 
@@ -107,16 +128,14 @@ class _Orders:
         self.given, self.copier = program, copier
         self.producers = {r: e for e in program.equations for r in e.results}
         reads = program.num_reads()
-        # The only reader of a value, if that is a transpose.
-        self.transposes = {
-            e.inputs[0]: e
-            for e in program.equations
-            if _is_transpose(e) and reads[e.inputs[0]] == 1
-        }
+        transposes = filter(_is_transpose, program.equations)
+        # A value -> the transpose that alone reads it.
+        self.transposes = {e.inputs[0]: e for e in transposes if reads[e.inputs[0]] == 1}
         self.equations: list[Equation] = []
         self.has_changed = False
         self.bypassed: set[int] = set()  # results of transposes that products no longer read
         self.dropped: set[int] = set()  # results of transposes that products give themselves
+        self.chosen = self.products_to_change()
 
     def add(self, equation: Equation) -> None:
         if not self.dropped.isdisjoint(equation.results):
@@ -125,12 +144,14 @@ class _Orders:
             bodies = tuple(_ordered(body, self.copier) for body in equation.bodies)
             if any(new is not old for new, old in zip(bodies, equation.bodies, strict=True)):
                 equation, self.has_changed = replace(equation, bodies=bodies), True
-        if _is_product(equation) and (
-            self.gives_in_order(equation) or self.reads_in_order(equation)
-        ):
-            self.has_changed = True
-        else:
+        if equation.results[:1] not in self.chosen:
             self.equations.append(equation)
+            return
+        self.has_changed = True
+        if self.large_operand(equation) is None:
+            self.give_in_order(equation)
+        else:
+            self.read_in_order(equation)
 
     def program(self) -> Program:
         if not self.has_changed:
@@ -139,6 +160,102 @@ class _Orders:
         unread = {value for value in self.bypassed if not reads[value]}
         equations = tuple(e for e in self.equations if unread.isdisjoint(e.results))
         return replace(self.given, equations=equations)
+
+    # -- which products change
+
+    def products_to_change(self) -> set[tuple[int, ...]]:
+        """The results of products that follow the order of a family, for families about whose order
+        their products disagree."""
+        touches: dict[int, list[_Touch]] = {}
+        products = [e for e in self.given.equations if _is_product(e)]
+        if not products:
+            return set()
+        family = self.families()
+        for product in products:
+            side = self.large_operand(product)
+            found = self.touch_of_result(product) if side is None else self.touch(product, side)
+            if found is not None:
+                value, touch = found
+                touches.setdefault(family.get(value, value), []).append(touch)
+        transposed = {family.get(value, value) for value in self.transposed_by_others()}
+        return {
+            touch.product.results
+            for one, group in touches.items()
+            if one not in transposed and _disagree(group)
+            if all(t.is_in_order or t.may_change for t in group)
+            for touch in group
+            if not touch.is_in_order
+        }
+
+    def transposed_by_others(self) -> set[int]:
+        """Values that are transposed, or made by a transpose, for other readers than products and
+        of other values than their results: how those lie decides as well."""
+        found: set[int] = set()
+        readers = self.given.readers()
+        outputs = set(self.given.output_values)
+        for transpose in filter(_is_transpose, self.given.equations):
+            (source,), (result,) = transpose.inputs, transpose.results
+            maker = self.producers.get(source)
+            if source not in self.transposes or maker is None or not _is_product(maker):
+                found.add(result)
+            users = [self.given.equations[i] for i in readers.get(result, ())]
+            if result in outputs or not all(map(_is_product, users)):
+                found.add(source)
+        return found
+
+    def families(self) -> dict[int, int]:
+        """Values -> the first one of their family."""
+        first: dict[int, int] = {}
+
+        def root(value: int) -> int:
+            while first.get(value, value) != value:
+                value = first[value]
+            return value
+
+        for equation in self.given.equations:
+            if equation.name == "transpose" or not is_cheap(equation):
+                continue
+            (result,) = equation.results
+            for value in equation.inputs:
+                if self.shape(value) == self.shape(result):
+                    a, b = sorted((root(value), root(result)))
+                    first[b] = a
+        return {value: root(value) for value in first}
+
+    def large_operand(self, product: Equation) -> int | None:
+        """Which operand is by far the largest of the product's arrays, if one is."""
+        sizes = [self.size(v) for v in product.inputs]
+        side = 0 if sizes[0] >= sizes[1] else 1
+        others = max(sizes[1 - side], self.size(product.results[0]))
+        return side if sizes[side] >= _TIMES * others else None
+
+    def touch(self, product: Equation, side: int) -> tuple[int, _Touch]:
+        operand = _operands(product, self.copier.avals)[side]
+        transpose, value = self.producers.get(operand.value), operand.value
+        groups = (operand.batch, operand.free, operand.contracted)
+        if transpose is not None and _is_transpose(transpose):
+            dims, value = transpose.params["permutation"], transpose.inputs[0]
+            groups = tuple(tuple(dims[d] for d in group) for group in groups)
+        # The order of batch dimensions is that of the result too.
+        may_change = value != operand.value or _rises(operand.batch)
+        return value, _Touch(product, groups, may_change)
+
+    def touch_of_result(self, product: Equation) -> tuple[int, _Touch] | None:
+        (result,) = product.results
+        if self.size(result) < _TIMES * max(map(self.size, product.inputs)):
+            return None
+        left, right = _operands(product, self.copier.avals)
+        num_batch, middle = len(left.batch), len(left.batch) + len(left.free)
+        ends = (range(num_batch), range(num_batch, middle), range(middle, middle + len(right.free)))
+        transpose = self.transposes.get(result)
+        if transpose is None:
+            return result, _Touch(product, tuple(map(tuple, ends)), may_change=True)
+        wanted = tuple(transpose.params["permutation"])
+        groups = tuple(tuple(wanted.index(d) for d in group) for group in ends)
+        may_change = _halves(wanted, num_batch, middle) is not None
+        return transpose.results[0], _Touch(product, groups, may_change)
+
+    # -- how they change
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.copier.avals[value].shape
@@ -155,33 +272,27 @@ class _Orders:
         self.equations.append(like.of_values((value,), (result,), params=params))
         return result
 
-    def gives_in_order(self, product: Equation) -> bool:
+    def give_in_order(self, product: Equation) -> None:
         """Write a product that gives its result as the transpose that reads it would."""
         (result,) = product.results
-        transpose = self.transposes.get(result)
-        if transpose is None or self.size(result) < _TIMES * max(map(self.size, product.inputs)):
-            return False
+        transpose = self.transposes[result]
         left, right = _operands(product, self.copier.avals)
         num_batch = len(left.batch)
         middle = num_batch + len(left.free)
         wanted = tuple(transpose.params["permutation"])
-        batch, rest = wanted[:num_batch], wanted[num_batch:]
-        of_left = tuple(d for d in rest if d < middle)
-        of_right = tuple(d for d in rest if d >= middle)
-        is_swapped = rest == (*of_right, *of_left)
-        if any(d >= num_batch for d in batch) or not (is_swapped or rest == (*of_left, *of_right)):
-            return False  # no product gives this order
-        if _rises(batch) and _rises(of_left) and _rises(of_right):
-            return False  # XLA swaps the operands itself
+        halves = _halves(wanted, num_batch, middle)
+        assert halves is not None
+        of_left, of_right, is_swapped = halves
         left, right = (
-            self.with_free(operand.with_batch(batch), [d - begin for d in free], transpose)
-            for operand, begin, free in ((left, num_batch, of_left), (right, middle, of_right))
+            self.with_free(
+                operand.with_batch(wanted[:num_batch]), [d - begin for d in dims], transpose
+            )
+            for operand, begin, dims in ((left, num_batch, of_left), (right, middle, of_right))
         )
         pair = (right, left) if is_swapped else (left, right)
         (ordered,) = transpose.results
         self.equations.append(_product(product, *pair, ordered, is_swapped=is_swapped))
         self.dropped.add(ordered)
-        return True
 
     def with_free(self, operand: _Operand, order: Sequence[int], like: Equation) -> _Operand:
         """The operand with its free dimensions in another order: transposed, unless it has it."""
@@ -191,20 +302,19 @@ class _Orders:
         dims = (*operand.batch, *free, *operand.contracted)
         return operand.moved(self.transpose(operand.value, dims, like), _inverse(dims))
 
-    def reads_in_order(self, product: Equation) -> bool:
+    def read_in_order(self, product: Equation) -> None:
         """Write a product that reads its largest operand as it is before it is transposed."""
         (result,) = product.results
-        given = _operands(product, self.copier.avals)
-        side = 0 if self.size(given[0].value) >= self.size(given[1].value) else 1
+        given, side = _operands(product, self.copier.avals), self.large_operand(product)
+        assert side is not None
         large, small = given[side], given[1 - side]
-        if self.size(large.value) < _TIMES * max(map(self.size, (small.value, result))):
-            return False
         transpose = self.producers.get(large.value)
         if transpose is None or not _is_transpose(transpose):
-            return self.contracts_in_order(product, given, side)
+            order = _inverse(large.contracted)
+            left, right = (operand.with_contracted(order) for operand in given)
+            self.equations.append(_product(product, left, right, result))
+            return
         dims = tuple(transpose.params["permutation"])
-        if all(_rises([dims[d] for d in g]) for g in (large.batch, large.free, large.contracted)):
-            return False  # XLA reads it as it lies
         read = large.moved(transpose.inputs[0], dims)
         batch, contracted = _inverse(read.batch), _inverse(read.contracted)
         new = [
@@ -229,18 +339,25 @@ class _Orders:
             params = {**transpose.params, "permutation": tuple(order)}
             self.equations.append(transpose.of_values((value,), (result,), params=params))
         self.bypassed.add(large.value)
-        return True
 
-    def contracts_in_order(
-        self, product: Equation, given: tuple[_Operand, _Operand], side: int
-    ) -> bool:
-        """Write a product whose contracted dimensions are in the order of one operand."""
-        order = _inverse(given[side].contracted)
-        if _rises(order):
-            return False
-        left, right = (operand.with_contracted(order) for operand in given)
-        self.equations.append(_product(product, left, right, product.results[0]))
-        return True
+
+def _disagree(touches: Sequence[_Touch]) -> bool:
+    """Whether two of them keep two dimensions together, but in different orders."""
+    pairs = {p for touch in touches for group in touch.groups for p in combinations(group, 2)}
+    return any((b, a) in pairs for a, b in pairs)
+
+
+def _halves(
+    wanted: tuple[int, ...], num_batch: int, middle: int
+) -> tuple[tuple[int, ...], tuple[int, ...], bool] | None:
+    """The free dimensions of both operands in the order that is wanted of the result, and whether
+    those of the second come first; None if no product gives this order."""
+    batch, rest = wanted[:num_batch], wanted[num_batch:]
+    left = tuple(d for d in rest if d < middle)
+    right = tuple(d for d in rest if d >= middle)
+    if any(d >= num_batch for d in batch) or rest not in ((*left, *right), (*right, *left)):
+        return None
+    return left, right, rest != (*left, *right)
 
 
 def _is_plain(equation: Equation) -> bool:
