@@ -187,8 +187,23 @@ class ParallelismLabels:
             labels = self.of_parameter(value)
             node = self.graph.nodes[self.roles.readers[value][0].node]
             by_axis = tuple(zip(self.mesh.axis_names, labels, strict=True))
-            parameters.append(Parallelism(path, node.module, by_axis, self._reason(value, node)))
+            reason, layers = self._reason(value, node), self._other_layers(value)
+            parameters.append(Parallelism(path, node.module, by_axis, reason, layers))
         return tuple(parameters)
+
+    def _other_layers(self, parameter: int) -> tuple[str, ...]:
+        """Of a stack whose rows are used one by one: the modules that use its other rows."""
+        nodes, (first, *others) = self.graph.nodes, self.roles.readers[parameter]
+        if 0 in first.dims:
+            return ()
+        main = nodes[first.node]
+        modules = dict.fromkeys(
+            nodes[reader.node].module
+            for reader in others
+            if 0 not in reader.dims and nodes[reader.node].name == main.name
+        )
+        modules.pop(main.module, None)
+        return tuple(modules)
 
     def _reason(self, parameter: int, node: Node) -> str:
         """`dot_general of Block_0/Dense_0: x splits the batch, y splits the output features`."""

@@ -178,18 +178,20 @@ def _path(root: Module, name: str) -> Iterator[Module]:
 
 
 def _add_parameter(root: Module, plan: ParallelPlan, use: Parallelism, tensor: Tensor) -> None:
-    size = float(prod(tensor.shape))
-    last = root
-    for at in _path(root, use.module or NO_NAME):
-        last = at
-        for axis, word in _used_axes(plan, use):
-            words = at.words.setdefault(axis, {})
-            words[word] = words.get(word, 0.0) + size
+    size = float(prod(tensor.shape)) / (1 + len(use.layers))
     words = words_text({axis: {word: 1.0} for axis, word in _used_axes(plan, use)})
     array = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
     keys = _KEYS.findall(use.path.removesuffix(".value"))
     name = next(filter(None, keys[-1])) if use.module and keys else use.path
-    last.parameters.append(Parameter(name, array, str(plan.spec_of(tensor)), words))
+    spec = str(plan.spec_of(tensor))
+    for module in (use.module or NO_NAME, *use.layers):
+        last = root
+        for at in _path(root, module):
+            last = at
+            for axis, word in _used_axes(plan, use):
+                sums = at.words.setdefault(axis, {})
+                sums[word] = sums.get(word, 0.0) + size
+        last.parameters.append(Parameter(name, array, spec, words))
 
 
 def _used_axes(plan: ParallelPlan, use: Parallelism) -> list[tuple[str, str]]:

@@ -169,12 +169,14 @@ class MemoryUse:
 @dataclass(frozen=True)
 class Parallelism:
     """How a parameter is used and stored: (axis, word) for every axis of its mesh. `reason`: the
-    operator and dimension that show it."""
+    operator and dimension that show it. `layers`: modules beside the first, each of which uses a
+    row of it."""
 
     path: str
     module: str
     words: tuple[tuple[str, str], ...]
     reason: str = ""
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     as_loop(n)                   as a loop over n micro-batches, scans over layers written out
     with_recomputation(layers)   with these layers computed again in the backward pass, and scans
                                  that stack less
-    unrolled()                   as the user called it, scans over layers written out
+    written_out                  all of these, of the step with its scans over layers written out
 
 A micro-batch is traced, not sliced out of the whole batch's trace, so each number of micro-batches
 costs one more trace, once. Searches ask for the same forms again, so the last few are kept.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.ir.traced_step import TracedStep
@@ -40,6 +41,7 @@ class StepSource:
     _micro: dict[int, TracedStep] = field(default_factory=dict, init=False)
     _loops: dict[int, TracedStep] = field(default_factory=dict, init=False)
     _changed: dict[_Form, TracedStep] = field(default_factory=dict, init=False)
+    _scanned: StepSource | None = None  # of a step that is written out: as it was traced
 
     @classmethod
     def of(
@@ -53,6 +55,9 @@ class StepSource:
 
     def micro_batch(self, num_micro_batches: int) -> TracedStep:
         """The step traced with one micro-batch."""
+        if num_micro_batches not in self._micro and self._scanned is not None:
+            traced = self._scanned.micro_batch(num_micro_batches)
+            self._micro[num_micro_batches] = unroll_scans(traced)
         if num_micro_batches not in self._micro:
             leaves = micro_batch_leaves(self.whole, num_micro_batches)
             args, kwargs = self.whole.call.rebuild(leaves)
@@ -66,7 +71,7 @@ class StepSource:
 
     def as_loop(self, num_micro_batches: int) -> TracedStep:
         if num_micro_batches not in self._loops:
-            whole = unroll_scans(self.whole)
+            whole = self._unrolled
             if num_micro_batches == 1:
                 loop = loop_single_microbatch(whole)
             elif whole is self.whole:  # no scans
@@ -92,13 +97,18 @@ class StepSource:
             del self._changed[next(iter(self._changed))]
         return step
 
-    def unrolled(self) -> TracedStep | None:
-        """With its scans over layers written out; None if it has none, or the program would be
-        long to compile."""
-        step = unroll_scans(self.whole)
+    @cached_property
+    def written_out(self) -> StepSource | None:
+        """The step with its scans over layers written out; None if it has none, or the program
+        would be long to compile."""
+        step = self._unrolled
         if step is self.whole or step.program.num_equations() > _MOST_UNROLLED:
             return None
-        return replace(order_products(thin_scans(step)), is_unrolled=True)
+        return StepSource(self.fn, self.options, replace(step, is_unrolled=True), self)
+
+    @cached_property
+    def _unrolled(self) -> TracedStep:
+        return unroll_scans(self.whole)
 
 
 def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:

@@ -7,7 +7,7 @@ plan      TracedStep → PlannedStep                         (sharding.plan_mesh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -80,10 +80,8 @@ class WholeStep:
     ) -> PlannedStep:
         """The plan with these layers recomputed (see `RematProblem`)."""
         step = self._recomputing(layers)
-        started_s = self.log.deadline.elapsed_s
         planned = self._planned(step, mesh_shape, in_full=in_full, every_order=every_order)
-        took_s = self.log.deadline.elapsed_s - started_s
-        return self.log.note(self._unrolled(planned, took_s) or planned)
+        return self.log.note(planned)
 
     def _planned(
         self,
@@ -108,33 +106,6 @@ class WholeStep:
             overlaps=options_of(self.method).overlap,
         )
         return plan_mesh(task, self.log)
-
-    def _unrolled(self, planned: PlannedStep, took_s: float) -> PlannedStep | None:
-        """The plan with scans over layers written out, if that fits and is clearly faster: on one
-        device, or where the method shards as it likes. A scan that stacks what the user's
-        `jax.checkpoint` saves stays. `took_s`: to make the plan at hand."""
-        step, plan = planned.traced, planned.plan
-        is_whole = step.num_micro_batches == 1 and not step.remat and not self.host
-        is_free = plan.num_devices == 1 or isinstance(self.method, ShardParallel)
-        if not (step.is_thinned and is_whole and is_free and plan.is_timed):
-            return None
-        if not self.log.deadline.allows(took_s):
-            return None
-        try:
-            with self.log.timed("remat"):
-                unrolled = self.source.unrolled()
-            if unrolled is None:
-                return None
-            other = self._planned(unrolled, plan.mesh_shape, in_full=False, every_order=False)
-        except (MemoryBudgetError, MeshError, SolverError, SpecError):
-            return None
-        except Exception as error:
-            self.log.contain("layers written out", error)
-            return None
-        memory = self.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
-        fits = other.plan.estimated_peak_bytes <= memory
-        is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * plan.estimated_step_s
-        return other if fits and is_faster else None
 
     def peak_floor(self, budget: float = 0.0) -> float:
         """A lower bound on the peak of every plan, whichever layers it recomputes; or a bound on
@@ -185,7 +156,40 @@ def on_host(step: TracedStep, inputs: Sequence[int]) -> TracedStep:
 
 def plan_whole(whole: WholeStep) -> PlannedStep:
     with whole.log.limited(options_of(whole.method)):
-        return whole.log.stopped(_plan_whole(whole))
+        started_s = whole.log.deadline.elapsed_s
+        planned = _plan_whole(whole)
+        took_s = whole.log.deadline.elapsed_s - started_s
+        return whole.log.stopped(_written_out(whole, planned, took_s) or planned)
+
+
+def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> PlannedStep | None:
+    """The plan with scans over layers written out, and what such layers recompute chosen anew, if
+    that fits and is clearly faster: on one device, or where the method shards as it likes. A scan
+    that stacks what the user's `jax.checkpoint` saves stays, and so does one that is recomputed on
+    CPUs, where XLA would merge written-out layers with their copies. `took_s`: to make the plan at
+    hand."""
+    step, plan, log = planned.traced, planned.plan, whole.log
+    is_free = plan.num_devices == 1 or isinstance(whole.method, ShardParallel)
+    is_ours = step.is_thinned or (step.remat and whole.cluster.spec.name != "cpu")
+    if whole.host or not (is_ours and is_free and plan.is_timed and log.deadline.allows(took_s)):
+        return None
+    try:
+        with log.timed("remat"):
+            source = whole.source.written_out
+        if source is None:
+            return None
+        meshes = candidate_meshes(whole.cluster, whole.method)
+        mesh = whole.mesh or next((m for m in meshes if m.shape == plan.mesh_shape), None)
+        other = _plan_whole(replace(whole, source=source, mesh=mesh, in_full=False))
+    except (MemoryBudgetError, MeshError, SolverError, SpecError):
+        return None
+    except Exception as error:
+        log.contain("layers written out", error)
+        return None
+    memory = whole.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
+    fits = other.plan.estimated_peak_bytes <= memory
+    is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * plan.estimated_step_s
+    return other if fits and is_faster else None
 
 
 def _plan_whole(whole: WholeStep) -> PlannedStep:
@@ -246,11 +250,9 @@ def bind_whole(
     """A plan on one mesh that was made elsewhere, for this step. If the program lacks a layer that
     the plan recomputes, it is not the plan's, and binding says so."""
     with log.timed("trace"):
+        source = (source.written_out if plan.unrolled else None) or source
         layers = find_layers(source.whole.program, batch=source.whole.batch) if plan.remat else ()
-        unrolled = source.unrolled() if plan.unrolled else None
-        step = unrolled or source.with_recomputation(
-            layers_by_name(layers, plan.remat), plan.num_micro_batches
-        )
+        step = source.with_recomputation(layers_by_name(layers, plan.remat), plan.num_micro_batches)
         if plan.host is not None and plan.host.num_groups:
             inputs = plan.host.inputs
             if not set(inputs) <= {*hostable_inputs(step), *hostable_parameters(step)}:
