@@ -44,6 +44,7 @@ class WholeStep:
     in_full: explain a step that does not fit; else the error comes soon, with bytes only.
     cutoff:  seconds of a plan at hand: among plans that take as long, any will do.
     host:    state that lies in host memory, by input index.
+    is_noted: whether every plan of it counts in the log, taken or not.
     """
 
     source: StepSource
@@ -54,6 +55,7 @@ class WholeStep:
     in_full: bool = True
     cutoff: float = inf
     host: tuple[int, ...] = ()
+    is_noted: bool = True
 
     @property
     def num_micro_batches(self) -> int:
@@ -81,7 +83,7 @@ class WholeStep:
         """The plan with these layers recomputed (see `RematProblem`)."""
         step = self._recomputing(layers)
         planned = self._planned(step, mesh_shape, in_full=in_full, every_order=every_order)
-        return self.log.note(planned)
+        return self.log.note(planned) if self.is_noted else planned
 
     def _planned(
         self,
@@ -180,7 +182,8 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
             return None
         meshes = candidate_meshes(whole.cluster, whole.method)
         mesh = whole.mesh or next((m for m in meshes if m.shape == plan.mesh_shape), None)
-        other = _plan_whole(replace(whole, source=source, mesh=mesh, in_full=False))
+        form = replace(whole, source=source, mesh=mesh, in_full=False, is_noted=False)
+        other = _plan_whole(form)
     except (MemoryBudgetError, MeshError, SolverError, SpecError):
         return None
     except Exception as error:
@@ -189,7 +192,7 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
     memory = whole.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
     fits = other.plan.estimated_peak_bytes <= memory
     is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * plan.estimated_step_s
-    return other if fits and is_faster else None
+    return log.note(other) if fits and is_faster else None
 
 
 def _plan_whole(whole: WholeStep) -> PlannedStep:
