@@ -466,6 +466,10 @@ def unstacked_aval(aval: ShapedArray) -> ShapedArray:
     return array_aval(aval.shape[1:], aval.dtype)
 
 
+def resized_aval(aval: ShapedArray, shape: Sequence[int]) -> ShapedArray:
+    return aval.update(shape=tuple(shape))
+
+
 # -- named values
 
 # An identity with a name. Its derivative is the plain identity: the name belongs to the value, not

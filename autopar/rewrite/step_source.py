@@ -20,7 +20,7 @@ from typing import Any
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.layers import Layer
-from autopar.rewrite.product_orders import order_products
+from autopar.rewrite.micro_batch_trace import derive_micro_batch
 from autopar.rewrite.remat import with_remat
 from autopar.rewrite.scan_residuals import thin_scans
 from autopar.rewrite.single_microbatch import loop_single_microbatch
@@ -54,20 +54,24 @@ class StepSource:
         return cls(fn, options, trace(fn, args, kwargs, options))
 
     def micro_batch(self, num_micro_batches: int) -> TracedStep:
-        """The step traced with one micro-batch."""
-        if num_micro_batches not in self._micro and self._scanned is not None:
-            traced = self._scanned.micro_batch(num_micro_batches)
-            self._micro[num_micro_batches] = unroll_scans(traced)
+        """The step with one micro-batch."""
         if num_micro_batches not in self._micro:
             leaves = micro_batch_leaves(self.whole, num_micro_batches)
-            args, kwargs = self.whole.call.rebuild(leaves)
-            try:
-                micro = trace(self.fn, args, kwargs, self.options, batch=self.whole.batch)
-            except Exception as error:
-                error.add_note(_micro_batch_note(self.whole, num_micro_batches))
-                raise
+            micro = derive_micro_batch(self.whole, leaves) or self._traced(num_micro_batches)
             self._micro[num_micro_batches] = micro
         return self._micro[num_micro_batches]
+
+    def _traced(self, num_micro_batches: int) -> TracedStep:
+        """The step traced with one micro-batch."""
+        if self._scanned is not None:
+            return unroll_scans(self._scanned.micro_batch(num_micro_batches))
+        leaves = micro_batch_leaves(self.whole, num_micro_batches)
+        args, kwargs = self.whole.call.rebuild(leaves)
+        try:
+            return trace(self.fn, args, kwargs, self.options, batch=self.whole.batch)
+        except Exception as error:
+            error.add_note(_micro_batch_note(self.whole, num_micro_batches))
+            raise
 
     def as_loop(self, num_micro_batches: int) -> TracedStep:
         if num_micro_batches not in self._loops:

@@ -1,0 +1,109 @@
+"""A micro-batch's step without a trace: the whole batch's `TracedStep` → that of one micro-batch.
+
+An equation restricted to some rows of the batch computes those rows of its results, if it treats
+rows alike. So the micro-batch's program is the whole batch's with smaller shapes. Which dimensions
+shrink follows from *ties*: an addition ties each dimension of its operands to that of its result, a
+product those it contracts, a reshape the outermost ones of its groups. Tied dimensions hold rows
+together or not at all; a union-find collects them, and the classes of the batch's first dimensions
+hold rows. A dimension along which places matter (of an `iota`, a slice, a concatenation, an unknown
+op) is *fixed*, as are those of other inputs and captured arrays. If a fixed dimension would hold
+rows, or a value would in two dimensions, there is no such program, and the step must be traced.
+
+Constants stay those of the whole batch, which is what the step computes on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+from jax.core import ShapedArray
+
+from autopar import _jax
+from autopar.ir.program import Equation, Program
+from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.row_ties import SIZES, RowTies
+
+
+def derive_micro_batch(
+    whole: TracedStep, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> TracedStep | None:
+    """The step as a trace with these leaves would give it; None if that cannot be derived.
+
+    A single row is left to a trace, which makes a shorter program of it."""
+    rows = {whole.avals[i].shape[0] for i in whole.batch if whole.avals[i].shape}
+    parts = {leaves[i].shape[0] for i in whole.batch if leaves[i].shape}
+    has_bodies = any(equation.bodies for equation in whole.program.equations)
+    if len(rows) != 1 or len(parts) != 1 or 1 in parts or has_bodies:
+        return None
+    num = rows.pop() // parts.pop()
+    dims = _row_dims(whole, num)
+    if dims is None:
+        return None
+    program = _shrunk(whole.program, dims, num)
+    avals = tuple(program.avals[v] for v in program.inputs)
+    out_avals = tuple(
+        program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs
+    )
+    call = replace(whole.call, leaves=tuple(leaves))
+    return replace(whole, program=program, avals=avals, out_avals=out_avals, call=call)
+
+
+def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
+    """Value -> the dimension that holds rows; None if `num` parts of them are no program."""
+    program, avals = whole.program, whole.program.avals
+    ties = RowTies(avals)
+    for index, value in enumerate(program.inputs):
+        is_batch = index in whole.batch and bool(avals[value].shape)
+        ties.fix(value, range(1, ties.rank(value)) if is_batch else range(ties.rank(value)))
+    for value, _ in program.captured:
+        ties.fix(value, range(ties.rank(value)))
+    for equation in program.equations:
+        ties.add(equation)
+    batch = [program.inputs[i] for i in whole.batch if whole.avals[i].shape]
+    dims = ties.rows([(value, 0) for value in batch])
+    if dims is None or any(avals[v].shape[d] % num for v, d in dims.items()):
+        return None
+    return {**dims, **_unread_rows(program, avals[batch[0]].shape[0])}
+
+
+def _unread_rows(program: Program, size: int) -> dict[int, int]:
+    """Constants that derivatives leave behind: nobody reads them, so nothing says whether they hold
+    rows. They do if they have as many, so that they are no arrays of the whole batch."""
+    reads = program.num_reads()
+    made = [e.results[0] for e in program.equations if e.name == "broadcast_in_dim" and not e.inputs]
+    shapes = {value: program.avals[value].shape for value in made if not reads[value]}
+    return {value: 0 for value, shape in shapes.items() if shape and shape[0] == size}
+
+
+def _shrunk(program: Program, dims: dict[int, int], num: int) -> Program:
+    """The program on one of `num` equal parts of the rows."""
+    avals = list(program.avals)
+    types: dict[tuple[ShapedArray, int], ShapedArray] = {}
+    for value, dim in dims.items():
+        key = avals[value], dim
+        if key not in types:
+            types[key] = _jax.resized_aval(key[0], _with_size(key[0].shape, dim, num))
+        avals[value] = types[key]
+    equations = [_resized(equation, dims, num) for equation in program.equations]
+    return Program(program.inputs, program.outputs, tuple(equations), avals, program.captured)
+
+
+def _resized(equation: Equation, dims: dict[int, int], num: int) -> Equation:
+    """The equation with parameters for smaller shapes."""
+    sizes = SIZES.get(equation.name)
+    if sizes is None:
+        return equation
+    name, of_operand = sizes
+    value = equation.operands[0] if of_operand else equation.results[0]
+    dim = dims.get(value) if isinstance(value, int) else None
+    given = equation.params[name]
+    if dim is None or (of_operand and given[dim] == 1):  # rows are selected one by one
+        return equation
+    params = {**equation.params, name: _with_size(given, dim, num)}
+    return equation.of_values(equation.operands, params=params)
+
+
+def _with_size(shape: Sequence[int], dim: int, num: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])

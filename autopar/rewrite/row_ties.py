@@ -1,0 +1,373 @@
+"""Which dimensions hold rows together: from `Equation`s to classes of tied dimensions.
+
+One rule per primitive says which dimensions of its operands and results an equation ties, and which
+it fixes, because the places along them matter (`rewrite.micro_batch_trace` has the idea). An
+equation without a rule fixes all of its dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jax.core import ShapedArray
+
+from autopar import _jax
+from autopar.ir.program import Equation, Operand
+
+# Every element of the result depends on the same element of each operand, or on the only one.
+_ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
+    "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+    "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh", "xor", _jax.CONSTRAIN,
+}  # fmt: skip
+_REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor",
+)  # fmt: skip
+# Parameters with a size per dimension: primitive -> (parameter, whether of its first operand).
+SIZES = {
+    "broadcast_in_dim": ("shape", False),
+    "reshape": ("new_sizes", False),
+    "iota": ("shape", False),
+    "random_bits": ("shape", False),
+    "slice": ("limit_indices", True),
+    "dynamic_slice": ("slice_sizes", True),
+    "gather": ("slice_sizes", True),
+}
+
+
+class RowTies:
+    """Dimensions of values in classes: those of one class hold rows together or not at all."""
+
+    def __init__(self, avals: Sequence[ShapedArray]) -> None:
+        self._shapes = [getattr(aval, "shape", ()) for aval in avals]
+        self._first = []  # of each value's dimensions among all
+        count = 0
+        for shape in self._shapes:
+            self._first.append(count)
+            count += len(shape)
+        self._parent = list(range(count))
+        self._fixed: list[int] = []
+
+    def rank(self, value: int) -> int:
+        return len(self._shapes[value])
+
+    def shape(self, operand: Operand) -> tuple[int, ...]:
+        return self._shapes[operand] if isinstance(operand, int) else ()
+
+    def fix(self, value: Operand, dims: Iterable[int]) -> None:
+        if isinstance(value, int):
+            first = self._first[value]
+            self._fixed.extend([first + dim for dim in dims])
+
+    def tie(self, value: Operand, dim: int, other: Operand, other_dim: int) -> None:
+        if isinstance(value, int) and isinstance(other, int):
+            one = self._class(self._first[value] + dim)
+            another = self._class(self._first[other] + other_dim)
+            self._parent[one] = another
+
+    def tie_or_fix(self, free: bool, *places: tuple[Operand, int]) -> None:
+        """Tie the dimensions at these places if `free`, else fix them."""
+        for value, dim in places:
+            if free:
+                self.tie(value, dim, *places[0])
+            else:
+                self.fix(value, (dim,))
+
+    def add(self, equation: Equation) -> None:
+        """Tie and fix dimensions as an equation needs it."""
+        if equation.name in _ELEMENTWISE:
+            _elementwise(self, equation)
+            return
+        rule = _RULES.get(equation.name)
+        if rule is not None and not equation.has_effect:
+            rule(self, equation)
+            return
+        for value in (*equation.operands, *equation.results):
+            self.fix(value, range(len(self.shape(value))))
+
+    def rows(self, batch: Sequence[tuple[int, int]]) -> dict[int, int] | None:
+        """Value -> its dimension that is tied to one of the batch's; None if one of these is fixed,
+        or a value has two."""
+        classes = {self._class(self._first[value] + dim) for value, dim in batch}
+        if any(self._class(place) in classes for place in self._fixed):
+            return None
+        dims: dict[int, int] = {}
+        for value, shape in enumerate(self._shapes):
+            first = self._first[value]
+            for dim in range(len(shape)):
+                if self._class(first + dim) in classes:
+                    if value in dims:
+                        return None
+                    dims[value] = dim
+        return dims
+
+    def _class(self, place: int) -> int:
+        parent = self._parent
+        while parent[place] != place:
+            parent[place] = place = parent[parent[place]]
+        return place
+
+
+def _elementwise(ties: RowTies, equation: Equation) -> None:
+    (result,) = equation.results
+    shape = ties.shape(result)
+    for operand in equation.operands:
+        for dim, size in enumerate(ties.shape(operand)):
+            if size == shape[dim]:  # one element may stand for all
+                ties.tie(operand, dim, result, dim)
+
+
+def _same_places(ties: RowTies, equation: Equation, fixed: Iterable[int]) -> None:
+    """All arrays have the same dimensions, and elements depend on others along the fixed ones."""
+    arrays = [v for v in (*equation.operands, *equation.results) if ties.shape(v)]
+    for dim in range(len(ties.shape(arrays[0]))):
+        ties.tie_or_fix(dim not in fixed, *((v, dim) for v in arrays))
+
+
+def _barrier(ties: RowTies, equation: Equation) -> None:
+    for operand, result in zip(equation.operands, equation.results, strict=True):
+        for dim in range(len(ties.shape(result))):
+            ties.tie(operand, dim, result, dim)
+
+
+def _bitcast(ties: RowTies, equation: Equation) -> None:
+    (operand,), (result,) = equation.operands, equation.results
+    same = ties.shape(operand) == ties.shape(result)
+    for value in () if same else (operand, result):
+        ties.fix(value, range(len(ties.shape(value))))
+    if same:
+        _elementwise(ties, equation)
+
+
+def _broadcast(ties: RowTies, equation: Equation) -> None:
+    operand, result = equation.operands[0], equation.results[0]
+    shape, whole = ties.shape(operand), ties.shape(result)
+    for dim, to in enumerate(equation.params["broadcast_dimensions"]):
+        if isinstance(operand, int) and shape[dim] == whole[to]:
+            ties.tie(operand, dim, result, to)
+
+
+def _reshape(ties: RowTies, equation: Equation) -> None:
+    """Ties the outermost dimensions of each group of dimensions that are merged or split."""
+    (operand, *_), (result,) = equation.operands, equation.results
+    old, new = ties.shape(operand), ties.shape(result)
+    if equation.params.get("dimensions") is not None or 0 in old:
+        ties.fix(operand, range(len(old)))
+        ties.fix(result, range(len(new)))
+        return
+    sides = ([d for d, n in enumerate(old) if n > 1], [d for d, n in enumerate(new) if n > 1])
+    at, to = 0, 0
+    while at < len(sides[0]):
+        first, first_to = at, to
+        size, size_to = old[sides[0][at]], new[sides[1][to]]
+        while size != size_to:
+            if size < size_to:
+                at += 1
+                size *= old[sides[0][at]]
+            else:
+                to += 1
+                size_to *= new[sides[1][to]]
+        at, to = at + 1, to + 1
+        ties.tie(operand, sides[0][first], result, sides[1][first_to])
+        ties.fix(operand, sides[0][first + 1 : at])
+        ties.fix(result, sides[1][first_to + 1 : to])
+
+
+def _transpose(ties: RowTies, equation: Equation) -> None:
+    (operand,), (result,) = equation.operands, equation.results
+    for to, dim in enumerate(equation.params["permutation"]):
+        ties.tie(operand, dim, result, to)
+
+
+def _without(ties: RowTies, operand: Operand, result: Operand, dropped: Sequence[int]) -> None:
+    kept = [d for d in range(len(ties.shape(operand))) if d not in dropped]
+    for to, dim in enumerate(kept):
+        ties.tie(operand, dim, result, to)
+
+
+def _reduce(ties: RowTies, equation: Equation) -> None:
+    _without(ties, equation.operands[0], equation.results[0], equation.params["axes"])
+
+
+def _place_of_extreme(ties: RowTies, equation: Equation) -> None:
+    ties.fix(equation.operands[0], equation.params["axes"])
+    _reduce(ties, equation)
+
+
+def _squeeze(ties: RowTies, equation: Equation) -> None:
+    operand, dropped = equation.operands[0], equation.params["dimensions"]
+    ties.fix(operand, dropped)
+    _without(ties, operand, equation.results[0], dropped)
+
+
+def _product(ties: RowTies, equation: Equation) -> None:
+    (left, right), (result,) = equation.operands, equation.results
+    (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    for dim, other in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
+        ties.tie(left, dim, right, other)
+    place = 0
+    for dim in left_batch:
+        ties.tie(left, dim, result, place)
+        place += 1
+    for operand, used in ((left, (*left_sum, *left_batch)), (right, (*right_sum, *right_batch))):
+        for dim in range(len(ties.shape(operand))):
+            if dim not in used:
+                ties.tie(operand, dim, result, place)
+                place += 1
+
+
+def _convolution(ties: RowTies, equation: Equation) -> None:
+    (left, right), (result,) = equation.operands, equation.results
+    numbers, params = equation.params["dimension_numbers"], equation.params
+    (batch, feature, *space) = numbers.lhs_spec
+    (made, summed, *window) = numbers.rhs_spec
+    (out_batch, out_feature, *out_space) = numbers.out_spec
+    for value, dims in ((left, space), (right, window), (result, out_space)):
+        ties.fix(value, dims)
+    one_batch, one_feature = params["batch_group_count"] == 1, params["feature_group_count"] == 1
+    ties.tie_or_fix(one_batch, (left, batch), (result, out_batch))
+    ties.tie_or_fix(one_feature, (left, feature), (right, summed))
+    ties.tie_or_fix(one_batch and one_feature, (right, made), (result, out_feature))
+
+
+def _concatenate(ties: RowTies, equation: Equation) -> None:
+    _same_places(ties, equation, (equation.params["dimension"],))
+
+
+def _split(ties: RowTies, equation: Equation) -> None:
+    _same_places(ties, equation, (equation.params["axis"],))
+
+
+def _along_axis(ties: RowTies, equation: Equation) -> None:
+    _same_places(ties, equation, (equation.params["axis"],))
+
+
+def _reverse(ties: RowTies, equation: Equation) -> None:
+    _same_places(ties, equation, equation.params["dimensions"])
+
+
+def _sort(ties: RowTies, equation: Equation) -> None:
+    _same_places(ties, equation, (equation.params["dimension"],))
+
+
+def _slice(ties: RowTies, equation: Equation) -> None:
+    (operand,), (result,) = equation.operands, equation.results
+    for dim, (size, part) in enumerate(zip(ties.shape(operand), ties.shape(result), strict=True)):
+        ties.tie_or_fix(size == part, (operand, dim), (result, dim))
+
+
+def _dynamic_slice(ties: RowTies, equation: Equation) -> None:
+    operand, (result,) = equation.operands[0], equation.results
+    for dim, (size, part) in enumerate(zip(ties.shape(operand), ties.shape(result), strict=True)):
+        ties.tie_or_fix(size == part, (operand, dim), (result, dim))
+
+
+def _dynamic_update_slice(ties: RowTies, equation: Equation) -> None:
+    (operand, update, *_), (result,) = equation.operands, equation.results
+    for dim, (size, part) in enumerate(zip(ties.shape(operand), ties.shape(update), strict=True)):
+        ties.tie_or_fix(size == part, (operand, dim), (update, dim), (result, dim))
+
+
+def _pad(ties: RowTies, equation: Equation) -> None:
+    operand, result = equation.operands[0], equation.results[0]
+    for dim, config in enumerate(equation.params["padding_config"]):
+        ties.tie_or_fix(not any(config), (operand, dim), (result, dim))
+
+
+def _iota(ties: RowTies, equation: Equation) -> None:
+    ties.fix(equation.results[0], (equation.params["dimension"],))
+
+
+def _random_bits(ties: RowTies, equation: Equation) -> None:
+    """Bits of rows are drawn as those of the whole batch (`rewrite.micro_batch_body`)."""
+    (key,), (result,) = equation.operands, equation.results
+    if ties.shape(key):
+        ties.fix(key, range(len(ties.shape(key))))
+        ties.fix(result, range(ties.rank(result)))
+
+
+def _gather(ties: RowTies, equation: Equation) -> None:
+    (operand, indices), (result,) = equation.operands, equation.results
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    paired = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    for dim, other in zip(*paired, strict=True):
+        ties.tie(operand, dim, indices, other)
+    last = len(ties.shape(indices)) - 1
+    ties.fix(indices, (last,))
+    from_indices = [d for d in range(ties.rank(result)) if d not in numbers.offset_dims]
+    for dim, to in enumerate(from_indices):
+        ties.tie(indices, dim, result, to)
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(sizes)) if d not in dropped]
+    for dim, to in zip(kept, numbers.offset_dims, strict=True):
+        is_whole = sizes[dim] == ties.shape(operand)[dim] and dim not in numbers.start_index_map
+        ties.tie_or_fix(is_whole, (operand, dim), (result, to))
+    ties.fix(operand, (*numbers.start_index_map, *numbers.collapsed_slice_dims))
+
+
+def _scatter_add(ties: RowTies, equation: Equation) -> None:
+    (operand, indices, updates), (result,) = equation.operands, equation.results
+    numbers = equation.params["dimension_numbers"]
+    for dim in range(ties.rank(result)):
+        ties.tie(operand, dim, result, dim)
+    paired = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    for dim, other in zip(*paired, strict=True):
+        ties.tie(result, dim, indices, other)
+    last = len(ties.shape(indices)) - 1
+    ties.fix(indices, (last,))
+    window = numbers.update_window_dims
+    from_indices = [d for d in range(len(ties.shape(updates))) if d not in window]
+    for dim, to in enumerate(from_indices):
+        ties.tie(indices, dim, updates, to)
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(ties.rank(result)) if d not in dropped]
+    scattered = numbers.scatter_dims_to_operand_dims
+    for dim, to in zip(kept, window, strict=True):
+        is_whole = ties.shape(result)[dim] == ties.shape(updates)[to] and dim not in scattered
+        ties.tie_or_fix(is_whole, (result, dim), (updates, to))
+    ties.fix(result, (*scattered, *numbers.inserted_window_dims))
+
+
+def _windows(ties: RowTies, equation: Equation) -> None:
+    """A window of one element, without strides and padding, leaves a dimension as it is."""
+    params, arrays = equation.params, (*equation.operands, *equation.results)
+    for dim, size in enumerate(params["window_dimensions"]):
+        dilations = [params.get(f"{name}_dilation") for name in ("base", "window")]
+        alone = size == params["window_strides"][dim] == 1 and not any(params["padding"][dim])
+        alone = alone and all(d is None or d[dim] == 1 for d in dilations)
+        ties.tie_or_fix(alone, *((v, dim) for v in arrays))
+
+
+_RULES: dict[str, Callable[[RowTies, Equation], None]] = {
+    "optimization_barrier": _barrier,
+    "bitcast_convert_type": _bitcast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(("argmax", "argmin"), _place_of_extreme),
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    "concatenate": _concatenate,
+    "split": _split,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along_axis),
+    "rev": _reverse,
+    "sort": _sort,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "pad": _pad,
+    "iota": _iota,
+    "random_bits": _random_bits,
+    "gather": _gather,
+    **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_sum"), _windows),
+    "select_and_scatter_add": _windows,
+}
