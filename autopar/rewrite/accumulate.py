@@ -1,7 +1,9 @@
 """Gradient accumulation: from a `TracedStep` on the whole batch to one looping over micro-batches.
 
-Two traces of the same function, at the whole batch and at a micro-batch, are aligned equation by
-equation (`rewrite.align`). Values whose shapes differ have *rows*. The new program has three parts:
+Two programs of the same function, of the whole batch and of a micro-batch, are aligned equation by
+equation (`rewrite.align`); the second is derived from the first (`rewrite.micro_batch_trace`) or,
+where that is not possible, traced. Values whose shapes differ have *rows*. The new program has
+three parts:
 
     prologue   equations independent of the batch, and those all rows need of the whole batch
     loop       a `scan` over micro-batches: every equation that makes or reads rows
@@ -15,10 +17,10 @@ A reduction that flows back into rows *crosses* the batch (statistics of BatchNo
 mask). If it does not depend on a product, the prologue computes it once, exactly. Otherwise each
 micro-batch uses its own reduction instead, and a note says so.
 
-Integers known while tracing are the micro-batch's (`jnp.arange(B)` is 0 … b − 1 in each), since
-they mostly index its rows. Captured floating-point arrays with rows are cut like the batch.
-Selecting rows, an argmax over the batch, arrays of B + 1 rows and results that relate all rows to
-all rows are refused, with the line.
+In a traced micro-batch, integers known while tracing are its own (`jnp.arange(B)` is 0 … b − 1 in
+each), since they mostly index its rows. Captured floating-point arrays with rows are cut like the
+batch. Selecting rows, an argmax over the batch, arrays of B + 1 rows and results that relate all
+rows to all rows are refused, with the line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Aligns two traces of one step: the `Program`s of the batch and of a micro-batch → one program.
 
 Both traces number their values equally if, and only if, the function does the same at both batch
-sizes. The aligned program has the shapes and parameters of the micro-batch and the floating-point
-constants of the whole batch: a mean over B rows stays a division by B, so that means of
-micro-batches add up to the mean of the batch.
+sizes. A program that was derived (`rewrite.micro_batch_trace`) shares equations with the whole
+batch's and is aligned already. The aligned program has the shapes and parameters of the micro-batch
+and the floating-point constants of the whole batch: a mean over B rows stays a division by B, so
+that means of micro-batches add up to the mean of the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from autopar.ir.program import Constant, Equation, Operand, Program
 def align(full: Program, micro: Program, name: str) -> Program:
     """The micro-batch's program with the floating-point constants of the full one."""
     for whole, part in zip(full.equations, micro.equations, strict=False):
+        if whole is part:
+            continue
         ranks = [(_rank(full.avals[r]), _rank(micro.avals[r])) for r in part.results]
         if not _same_structure(whole, part) or any(a != b for a, b in ranks):
             raise _depends_on_batch_size(whole, name)
@@ -79,6 +82,8 @@ def _same_operands(first: tuple[Operand, ...], second: tuple[Operand, ...]) -> b
 
 
 def _aligned(whole: Equation, part: Equation, name: str) -> Equation:
+    if whole is part:
+        return part
     floats = {key: whole.params[key] for key, v in part.params.items() if isinstance(v, float)}
     if not floats and not part.bodies and not any(map(_is_float_constant, part.operands)):
         return part

@@ -43,9 +43,7 @@ def derive_micro_batch(
         return None
     program = _shrunk(whole.program, dims, num)
     avals = tuple(program.avals[v] for v in program.inputs)
-    out_avals = tuple(
-        program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs
-    )
+    out_avals = tuple(program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs)
     call = replace(whole.call, leaves=tuple(leaves))
     return replace(whole, program=program, avals=avals, out_avals=out_avals, call=call)
 
@@ -72,9 +70,10 @@ def _unread_rows(program: Program, size: int) -> dict[int, int]:
     """Constants that derivatives leave behind: nobody reads them, so nothing says whether they hold
     rows. They do if they have as many, so that they are no arrays of the whole batch."""
     reads = program.num_reads()
-    made = [e.results[0] for e in program.equations if e.name == "broadcast_in_dim" and not e.inputs]
-    shapes = {value: program.avals[value].shape for value in made if not reads[value]}
-    return {value: 0 for value, shape in shapes.items() if shape and shape[0] == size}
+    broadcasts = [e for e in program.equations if e.name == "broadcast_in_dim"]
+    made = [e.results[0] for e in broadcasts if not e.inputs]
+    unread = [value for value in made if not reads[value]]
+    return {value: 0 for value in unread if program.avals[value].shape[:1] == (size,)}
 
 
 def _shrunk(program: Program, dims: dict[int, int], num: int) -> Program:

@@ -6,8 +6,9 @@
                                  that stack less
     written_out                  all of these, of the step with its scans over layers written out
 
-A micro-batch is traced, not sliced out of the whole batch's trace, so each number of micro-batches
-costs one more trace, once. Searches ask for the same forms again, so the last few are kept.
+A micro-batch's program follows from the whole batch's trace where rows are treated alike; otherwise
+each number of micro-batches costs one more trace, once. Searches ask for the same forms again, so
+the last few are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.micro_batch_trace import derive_micro_batch
+from autopar.rewrite.product_orders import order_products
 from autopar.rewrite.remat import with_remat
 from autopar.rewrite.scan_residuals import thin_scans
 from autopar.rewrite.single_microbatch import loop_single_microbatch

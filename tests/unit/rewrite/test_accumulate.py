@@ -438,10 +438,18 @@ def test_the_place_of_a_maximum_is_an_error():
 
 def test_a_program_that_depends_on_the_batch_size_is_an_error():
     def step(w: Any, x: Any) -> Any:
+        x = x[jnp.arange(len(x))]  # places in the batch matter, so a micro-batch is traced
         return jnp.sum(x @ w) if x.shape[0] > 8 else jnp.max(x @ w)
 
     with pytest.raises(TraceError, match=r"test_accumulate\.py.*depends on the batch size"):
         accumulated(step, W, X)
+
+
+def test_a_step_that_asks_for_the_batch_size_gets_that_of_the_whole_batch():
+    def step(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w) if x.shape[0] > 8 else jnp.max(x @ w)
+
+    check_exact(step, W, X)
 
 
 def test_rows_that_are_cut_off_are_an_error():

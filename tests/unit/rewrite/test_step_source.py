@@ -52,7 +52,21 @@ def test_a_form_is_made_once() -> None:
     other = source.with_recomputation(layers[:1], 2)
     assert other is not looped and other.remat == (layers[0].name,)
     assert source.with_recomputation(layers, 4).num_micro_batches == 4
-    assert step.count == 3  # the batch, a half of it and a quarter
+    assert step.count == 1  # micro-batches follow from the batch
+
+
+def test_a_step_that_counts_its_rows_is_traced_for_each_size() -> None:
+    count = 0
+
+    def step(weights: Any, x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return jnp.sum(x[jnp.arange(len(x))] @ weights[0])
+
+    source = StepSource.of(step, (WEIGHTS, BATCH), {}, StepOptions())
+    for number in (2, 4, 2):
+        source.micro_batch(number)
+    assert count == 3  # the batch, a half of it and a quarter
 
 
 def test_without_scans_a_loop_is_the_step_with_micro_batches() -> None:
