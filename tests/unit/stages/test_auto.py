@@ -23,6 +23,7 @@ from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import auto, auto_task, plan_pipeline
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace import StepOptions
+from tests.unit.stages.traced_sizes import zero_by_a_loop
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
 BATCH = {"x": jnp.ones((8, 16))}
@@ -66,7 +67,7 @@ def test_a_step_that_takes_the_whole_batch_alone_is_left_whole() -> None:
     def picky(weights, batch):
         if batch["x"].shape[0] != 8192:
             raise ValueError("needs 8192 rows")
-        return jnp.sum(forward(weights, batch["x"]))
+        return jnp.sum(forward(weights, batch["x"])) + zero_by_a_loop()
 
     assert "cannot be called with a micro-batch: needs 8192 rows" in notes_of(picky)
 
