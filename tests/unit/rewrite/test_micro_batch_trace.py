@@ -46,8 +46,18 @@ def described(program: Program) -> list[Any]:
     def operand(given: Operand) -> Any:
         return (str(given.value), given.aval) if isinstance(given, Constant) else given
 
+    def result(value: int) -> Any:
+        return value, program.avals[value]
+
     return [
-        (e.name, str(e.params), e.results, [*map(operand, e.operands)], e.scope, e.source_line)
+        (
+            e.name,
+            str(e.params),
+            [*map(operand, e.operands)],
+            [*map(result, e.results)],
+            e.scope,
+            e.source_line,
+        )
         for e in program.equations
     ]
 
@@ -56,7 +66,6 @@ def check(fn: Any, *args: Any, num: int = 4) -> None:
     derived, traced = derived_and_traced(fn, *args, num=num)
     assert derived is not None
     assert described(derived) == described(traced)
-    assert derived.avals == traced.avals
     assert (derived.inputs, derived.outputs) == (traced.inputs, traced.outputs)
 
 
