@@ -23,6 +23,7 @@ from autopar import (
 )
 from autopar.methods import DataParallel, Zero2Parallel, Zero3Parallel
 from autopar.stages import auto_task
+from tests.unit.stages.traced_sizes import zero_by_a_loop
 
 WIDTH, LAYERS, ROWS = 64, 3, 32
 HOST = autopar.ClusterSpec(1, 4, "h100-sxm")
@@ -166,7 +167,8 @@ def test_micro_batches_of_the_default_that_fit_are_taken() -> None:
 
 def closed_over(method: Any, rows: int) -> MemoryBudgetError:
     def fixed(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        return train_step(state, {**batch, "x": batch["x"].reshape(rows, WIDTH)})
+        state, loss = train_step(state, {**batch, "x": batch["x"].reshape(rows, WIDTH)})
+        return state, loss + zero_by_a_loop()
 
     return misfit(method, fixed, rows=rows)
 
