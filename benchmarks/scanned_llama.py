@@ -116,7 +116,9 @@ def by_hand(model: str) -> Iterator[tuple[str, ByHand]]:
         yield "fsdp-tp8" + end, ByHand(1, 8, True, remat)
         for stages in STAGES[model]:
             yield f"tp8-pp{stages}" + end, ByHand(stages, 8, False, remat)
-            yield f"fsdp-tp8-pp{stages}" + end, ByHand(stages, 8, True, remat)
+            split = ByHand(stages, 8, True, remat)
+            if split.data(MODELS[model]) > 1:
+                yield f"fsdp-tp8-pp{stages}" + end, split
 
 
 def names() -> list[str]:
