@@ -7,7 +7,7 @@ into another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.core import ShapedArray
@@ -106,6 +106,14 @@ class TracedStep:
     is_reordered: bool = False  # its products transpose smaller arrays than those that were traced
     loop: int | None = None  # the equation that is the loop over micro-batches
     host: HostCut | None = None  # state in host memory, and the equations that update it
+
+    def with_program(self, program: Program, **changes: Any) -> TracedStep:
+        """With a rewritten program, whose equations may have other indices."""
+        loop = self.loop
+        if loop is not None:
+            results = self.program.equations[loop].results
+            loop = next(i for i, e in enumerate(program.equations) if e.results == results)
+        return replace(self, program=program, loop=loop, **changes)
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         """The step's result, with `leaves` as its array leaves."""

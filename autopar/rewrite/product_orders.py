@@ -36,13 +36,9 @@ def order_products(step: TracedStep) -> TracedStep:
     new = _ordered(step.program, copier)
     if new is step.program:
         return step
-    loop = step.loop
-    if loop is not None:
-        results = step.program.equations[loop].results
-        loop = next(i for i, e in enumerate(new.equations) if e.results == results)
     equations = tuple(with_avals(e, copier.avals) for e in new.equations)
     program = replace(new, equations=equations, avals=copier.avals)
-    return replace(step, program=program, loop=loop, is_reordered=True)
+    return step.with_program(program, is_reordered=True)
 
 
 def _ordered(program: Program, copier: Copier) -> Program:

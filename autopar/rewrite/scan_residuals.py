@@ -41,13 +41,8 @@ _FLOPS_PER_BYTE = 200  # of products, in the time in which a GPU moves a byte
 
 def thin_scans(step: TracedStep) -> TracedStep:
     """The step with scans that stack less; the step itself if there are none."""
-    program, loop = thinned(step.program), step.loop
-    if program is step.program:
-        return step
-    if loop is not None:
-        results = step.program.equations[loop].results
-        loop = next(i for i, e in enumerate(program.equations) if e.results == results)
-    return replace(step, program=program, loop=loop, is_thinned=True)
+    program = thinned(step.program)
+    return step if program is step.program else step.with_program(program, is_thinned=True)
 
 
 def thinned(program: Program) -> Program:

@@ -21,6 +21,7 @@ from typing import Any
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.layers import Layer
+from autopar.rewrite.merge_equal import merge_equal
 from autopar.rewrite.micro_batch_trace import derive_micro_batch
 from autopar.rewrite.product_orders import order_products
 from autopar.rewrite.remat import with_remat
@@ -85,7 +86,7 @@ class StepSource:
             else:
                 micro = unroll_scans(self.micro_batch(num_micro_batches))
                 loop = accumulate(whole, micro, num_micro_batches)
-            self._loops[num_micro_batches] = order_products(loop)
+            self._loops[num_micro_batches] = _finished(loop)
         return self._loops[num_micro_batches]
 
     def with_recomputation(self, layers: Sequence[Layer], num_micro_batches: int = 1) -> TracedStep:
@@ -93,11 +94,11 @@ class StepSource:
         form = num_micro_batches, tuple((layer.name, layer.equations) for layer in layers)
         step = self._changed.pop(form, None)
         if step is None and num_micro_batches == 1:
-            step = order_products(thin_scans(with_remat(self.whole, layers)))
+            step = _finished(thin_scans(with_remat(self.whole, layers)))
         elif step is None:
             micro = self.micro_batch(num_micro_batches)
             step = accumulate(self.whole, micro, num_micro_batches, layers)
-            step = order_products(thin_scans(step))
+            step = _finished(thin_scans(step))
         self._changed[form] = step
         while len(self._changed) > _MOST_KEPT:
             del self._changed[next(iter(self._changed))]
@@ -115,6 +116,12 @@ class StepSource:
     @cached_property
     def _unrolled(self) -> TracedStep:
         return unroll_scans(self.whole)
+
+
+def _finished(step: TracedStep) -> TracedStep:
+    """With what is computed twice merged, and transposes of smaller arrays in place of larger."""
+    program = merge_equal(step.program)
+    return order_products(step if program is step.program else step.with_program(program))
 
 
 def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:

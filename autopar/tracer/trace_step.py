@@ -1,9 +1,8 @@
 """From a user's function and arguments to a `TracedStep`: a flat program of arrays.
 
-JAX traces the function on array leaves (`flat_call`), `flatten` flattens the jaxpr, `merge_equal`
-merges what it computes twice, `input_roles` finds out which inputs are state or donated, and
-`batch_arguments` which are batch. Outputs are named by their path in the result,
-`result[0].params['w']`.
+JAX traces the function on array leaves (`flat_call`), `flatten` flattens the jaxpr, `input_roles`
+finds out which inputs are state or donated, and `batch_arguments` which are batch. Outputs are
+named by their path in the result, `result[0].params['w']`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from autopar.tracer.batch_arguments import AUTO, batch_inputs
 from autopar.tracer.flat_call import argument_names, flatten_call, is_array_leaf
 from autopar.tracer.flatten import flatten_jaxpr
 from autopar.tracer.input_roles import donated_inputs, match_state
-from autopar.tracer.merge_equal import merge_equal
 from autopar.tracer.users_names import use_users_names
 
 
@@ -111,7 +109,7 @@ def _trace(
         use_users_names(error, call.paths, flat_fn, fn)
         raise
     assert result is not None
-    return merge_equal(flatten_jaxpr(traced.jaxpr)), flat_fn, result
+    return flatten_jaxpr(traced.jaxpr), flat_fn, result
 
 
 def _call_on_leaves(

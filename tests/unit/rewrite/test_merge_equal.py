@@ -13,9 +13,10 @@ import pytest
 
 import autopar
 from autopar.ir.program import Program
+from autopar.rewrite.merge_equal import merge_equal
+from autopar.rewrite.step_source import StepSource
 from autopar.tracer.flatten import flatten_jaxpr
-from autopar.tracer.merge_equal import merge_equal
-from autopar.tracer.trace_step import trace_step
+from autopar.tracer.trace import StepOptions
 from tests.unit.tracer.test_flatten import evaluate, names
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
@@ -56,7 +57,7 @@ def test_products_are_as_many_as_xla_computes(name: str) -> None:
     fn = REPEATED[name]
     before = flatten(fn, X, W)
     after = merge_equal(before)
-    compiled = jax.jit(fn).lower(X, W).compile().as_text()
+    compiled = jax.jit(fn).lower(X, W).compile().as_text() or ""
     assert num_products(after) == len(re.findall(r" dot\(", compiled)) < num_products(before)
     for got, expected in zip(evaluate(after, X, W), jax.tree.leaves(fn(X, W)), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -118,9 +119,28 @@ def test_a_step_that_repeats_products_gives_the_same_result_on_devices() -> None
         return w - 0.1 * gradient, value
 
     w, batch = jnp.asarray(W), {"x": jnp.linspace(0.0, 1.0, 16)}
-    traced = trace_step(step, (w, batch))
+    traced = StepSource.of(step, (w, batch), {}, StepOptions()).with_recomputation(())
     assert num_products(traced.program) < num_products(flatten(step, w, batch))
     expected = jax.jit(step)(w, batch)
     got = autopar.parallelize(step, method=autopar.ShardParallel((8,)))(w, batch)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_means_that_are_equal_for_a_micro_batch_alone_are_two() -> None:
+    """A mean over a micro-batch of four rows, and a division by four."""
+
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            rows = jnp.tanh(batch @ w).sum(1)
+            return rows.sum() / 4.0 + jnp.mean(rows)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    w, batch = jnp.asarray(W), jnp.asarray(np.concatenate([X, X + 1]))
+    expected = jax.jit(step)(w, batch)
+    method = autopar.ShardParallel(num_micro_batches=2)
+    got = autopar.parallelize(step, method=method)(w, batch)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Equal arithmetic once, as XLA computes it: from a `Program` to one without repetitions.
+"""Equal arithmetic once, as XLA computes it: `Program` → `Program` without repetitions.
 
 Derivatives of derivatives, and losses that apply a model several times, repeat products with the
 same operands. XLA merges them, unless their layouts differ; so they are merged before layouts are
@@ -8,6 +8,9 @@ one number, in a program or in one body of a loop.
 Only arithmetic that comes after a product is merged, and products themselves. Masks, tables of
 positions and casts of parameters are cheap where they are read, and one for all layers would tie
 the layers together. Moves are left too: kernels read through them.
+
+It comes after micro-batches are made: two means may be equal for a micro-batch, and differ for the
+whole batch.
 """
 
 from __future__ import annotations
@@ -81,7 +84,8 @@ class _Merging:
 
     def _key(self, equation: Equation) -> Hashable:
         """Of equations that are equal; None for one that is like no other."""
-        is_pure = not (equation.has_effect or equation.bodies or equation.inner_marks)
+        is_marked = bool(equation.marks or equation.inner_marks)
+        is_pure = not (equation.has_effect or equation.bodies or is_marked)
         if not is_pure or not equation.operands or equation.name in _UNKNOWN:
             return None
         try:
