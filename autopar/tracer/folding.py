@@ -2,13 +2,15 @@
 
 - *Products.* cuBLAS adds the other addend of a sum itself, and multiplies by a constant: then the
   sum is the product's result (`folded_products`). It also turns its result (`turned_products`).
+- *Products over one element*, such as the gradient of a head with one output, are multiplications
+  (`without_single_products`).
 - *Scatters.* A scatter-add into zeros whose result is then added to something is made in that
   buffer: it has no memory of its own (`folded_scatters`).
 """
 
 from __future__ import annotations
 
-from autopar.ir.graph import NodeKind
+from autopar.ir.graph import Node, NodeKind
 from autopar.tracer.dataflow import Dataflow
 from autopar.tracer.regions import UPDATE
 from autopar.tracer.run_order import is_scatter_add
@@ -29,6 +31,22 @@ def folded_scatters(flow: Dataflow) -> dict[int, int]:
         if flow.is_constant(node.operands[0]) and only is not None and only.name in _ADDITIONS:
             folded[index] = reading[0]
     return folded
+
+
+def without_single_products(flow: Dataflow) -> Dataflow:
+    """The flow with multiplications for products that sum over dimensions of size 1 alone."""
+    nodes = [n.having(name="mul") if _is_single(flow, n) else n for n in flow.nodes]
+    return Dataflow(nodes, flow.values, flow.zeros)
+
+
+def _is_single(flow: Dataflow, node: Node) -> bool:
+    if node.name != "dot_general" or len(node.operands) != 2:
+        return False
+    kept = {f for dims in node.rule.results for factors in dims for f in factors}
+    shape, dims = flow.values[node.operands[0]].shape, node.rule.operands[0]
+    return all(
+        size == 1 or not kept.isdisjoint(factors) for size, factors in zip(shape, dims, strict=True)
+    )
 
 
 def turned_products(flow: Dataflow) -> set[int]:

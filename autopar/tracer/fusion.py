@@ -66,7 +66,8 @@ class Fusion:
         """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
         outputs that take over the buffer of an input; `copied`: values that are written in
         another order of dimensions; `rate`: instructions in the time of moving a byte;
-        `fuses_updates`: scatters make their updates and indices themselves."""
+        `fuses_updates`: scatters make their updates and indices themselves, and what gathers pick
+        many times is written; prices know neither."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
         self._rate, self._fuses_updates = rate, fuses_updates
@@ -232,6 +233,15 @@ class Fusion:
                     if transposes and node.name not in REDUCTIONS:
                         transposed.add(value)
 
+    def absorb(self, value: int, made: int) -> frozenset[int]:
+        """Leaves a value inside the kernel that makes another of it; returns what it is made
+        from."""
+        sources = self.made_from.pop(value)
+        self.made_from[made] = self.made_from[made] - {value} | sources
+        self.written.discard(value)
+        self.transposed.discard(value)
+        return sources
+
     def _is_written(self, node: Node, value: int, made_from: frozenset[int]) -> bool:
         """Of a node that is no view."""
         flow = self.flow
@@ -255,16 +265,24 @@ class Fusion:
         if node.name in REDUCTIONS:
             return True
         # Recompute it in each reader, or write it once and read it back?
-        count = len({r.node for r in fused})
+        elements = prod(flow.values[value].shape)
+        count = sum(self._times_computed(node, elements) for node in {r.node for r in fused})
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
             count = max(count, _CROSSING_READERS)
         if count == 1:
             return False
         size = flow.values[value].num_bytes
         source_bytes = sum(flow.values[v].num_bytes for v in made_from)
-        elements = prod(flow.values[value].shape)
         recompute = source_bytes + self._instructions(value) * elements / self._rate
         return (count - 1) * recompute > (count + 1) * size
+
+    def _times_computed(self, index: int, elements: int) -> float:
+        """How often a reader computes each element of a value: a gather that picks more elements
+        than there are, such as the nodes of all edges of a graph, picks some of them again."""
+        node = self.flow.nodes[index]
+        if node.name != "gather" or not self._fuses_updates:
+            return 1.0
+        return max(1.0, prod(self.flow.shape_of(node)) / max(1, elements))
 
     def _instructions(self, value: int) -> float:
         """Of all ops between a value and the written ones that it is made of, per element."""

@@ -10,13 +10,14 @@ for GPUs:
   one (`merge_kernels`), as do those that read the same zeros (`merge_siblings`).
 - *Donation.* Updated state takes over the buffer of the old state; an elementwise result that of an
   operand it is the last to read, and a scatter or an update of a slice that of the array it changes
-  (`reuse_buffers`).
+  (`reuse_buffers`). A kernel that also sums what it writes takes over nothing.
 - *Products.* cuBLAS and cuDNN return a result together with a workspace, and XLA lets no kernel
   take over a part of such a pair.
 - *Orders of dimensions.* What a kernel reads in another order than a product made it in is written
   again (`reordering`).
 - *Convolutions.* Kernels stay in the order that the library wants (`transposed_kernels`); inputs of
-  transposed convolutions are written with zeros between their rows (`dilated_inputs`).
+  transposed convolutions are written with zeros between their rows (`dilated_inputs`); those in
+  three dimensions have copies in a workspace (`workspaces`).
 
 A value that a loop reads lives until the loop's end; a stack that it writes, from the loop's start.
 """
@@ -31,7 +32,12 @@ from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
 from autopar.tracer.costs import REDUCTIONS, UNFUSED
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.early_backward import early_backward
-from autopar.tracer.folding import folded_products, folded_scatters, turned_products
+from autopar.tracer.folding import (
+    folded_products,
+    folded_scatters,
+    turned_products,
+    without_single_products,
+)
 from autopar.tracer.fusion import Fusion
 from autopar.tracer.regions import UPDATE
 from autopar.tracer.reordering import Reordering, num_orders
@@ -70,6 +76,8 @@ def find_lives(
     # Kernels are priced with the epilogues of products and updates of scatters as their own.
     rate = instructions_per_byte
     priced = Fusion(flow, scatters, {}, returned, kept, rate=rate, fuses_updates=False)
+    flow = without_single_products(flow)
+    nodes = flow.nodes
     flow = flow.with_turned(turned_products(flow))
     reordering = Reordering(flow)
     copied = reordering.copied
@@ -112,7 +120,7 @@ class _Sweep:
         self.nodes, self.values = self.flow.nodes, self.flow.values
         self.producer, self.readers = self.flow.producer, fusion.readers
         self.times, self.loops = times, loops
-        self.other_zeros: set[int] = set()  # zeros that are others, read by the same kernel
+        self.first_zeros: dict[int, int] = {}  # zeros -> those of this type that are made first
         self.merged: dict[int, int] = {}  # elementwise value -> one that the same kernel writes
 
     def lives(self) -> tuple[list[Life], list[int]]:
@@ -121,8 +129,11 @@ class _Sweep:
         self.merge_kernels()
         self.merge_siblings()
         node_ends, ends = self.last_needed()
+        for other, first in self.first_zeros.items():
+            _extend(ends, first, ends.get(other, -1))
         lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
         lives += self.dilated_inputs()
+        lives += self.workspaces()
         self.reuse_buffers(ends)
         last = len(self.nodes)
         for index, node in enumerate(self.nodes):
@@ -133,7 +144,7 @@ class _Sweep:
                     continue
                 if value not in fusion.written or finished in fusion.in_place:
                     continue
-                if value in self.other_zeros:
+                if value in self.first_zeros:
                     continue
                 start = self.times[index]
                 end = ends.get(value, start)
@@ -204,7 +215,8 @@ class _Sweep:
     def merge_kernels(self) -> None:
         """An elementwise kernel and the one that reads its result become one kernel, which writes
         both results, where nothing that the second waits for comes between: the first runs with
-        the second, so what it reads is in memory beside both results."""
+        the second, so what it reads is in memory beside both results. A result that no other kernel
+        reads stays inside."""
         fusion, flow = self.fusion, self.flow
         reading: dict[int, list[int]] = {}
         for value, sources in fusion.made_from.items():
@@ -226,12 +238,25 @@ class _Sweep:
                     and self.runs_with(last, value, made)
                 ):
                     self.times[index] = max(self.times[index], self.times[last])
-                    self.merged[value] = made
+                    if set(reading[value]) == {made} and self.is_inner(value):
+                        for source in fusion.absorb(value, made):
+                            reading[source] = [made if v == value else v for v in reading[source]]
+                    else:
+                        self.merged[value] = made
                     break
 
+    def is_inner(self, value: int) -> bool:
+        """Whether nothing but elementwise kernels and sums reads a value. Zeros are written for
+        other readers' sake."""
+        if value in self.flow.zeros or self.flow.finished(value) in self.fusion.outputs:
+            return False
+        return not self.is_read_unfused(value)
+
     def merge_siblings(self) -> None:
-        """Elementwise kernels that read the same zeros become one kernel, which runs with the last
-        of them: what any of them reads is in memory until then, and the zeros are there once."""
+        """Zeros that kernels read are there once, from the first of these to the last. Kernels of
+        the update that read the same zeros become one kernel, which runs with the last of them:
+        what any of them reads is in memory until then. (In the passes, such kernels may wait for
+        each other.)"""
         fusion = self.fusion
         kernels: dict[Type, dict[int, set[int]]] = {}  # type -> its zeros -> who reads them
         for zero in sorted(fusion.written & self.flow.zeros):
@@ -239,12 +264,13 @@ class _Sweep:
             if ends:
                 kernels.setdefault(self.flow.type_of(zero), {})[zero] = ends
         for readers in kernels.values():
-            together = set[int]().union(*readers.values())
-            last = max(self.times[index] for index in together)
+            together = {index for ends in readers.values() for index in ends}
+            together = {index for index in together if self.nodes[index].region == UPDATE}
+            last = max((self.times[index] for index in together), default=0)
             for index in together:
                 self.times[index] = last
-            *others, _ = readers
-            self.other_zeros.update(v for v in others if not self.is_read_unfused(v))
+            first, *others = readers
+            self.first_zeros.update((v, first) for v in others if not self.is_read_unfused(v))
 
     def is_read_unfused(self, value: int) -> bool:
         return any(reader.unfused for reader in self.readers.get(value, ()))
@@ -300,9 +326,20 @@ class _Sweep:
                 ):
                     continue  # kernels of the update run one after another, and free what they read
                 if maker.kind is not NodeKind.INPUT and same_size and ends.get(source) == time:
-                    if changes or not self.is_normalized(value, source):
+                    if changes or not (
+                        self.is_normalized(value, source) or self.is_summed(index, value)
+                    ):
                         ends[source] = time - 1
                     break
+
+    def is_summed(self, index: int, value: int) -> bool:
+        """Whether the kernel that makes a value also sums it, as that of an activation's gradient
+        does for the bias: what it reads, both results are made of, so it takes over nothing."""
+        return self.fusion.is_elementwise(index) and any(
+            self.nodes[reader.node].name in REDUCTIONS
+            and self.nodes[reader.node].region == self.nodes[index].region
+            for reader in self.readers.get(value, ())
+        )
 
     def is_normalized(self, value: int, source: int) -> bool:
         """Whether a value is made of a source and of sums over the source's rows, as a softmax and
@@ -378,6 +415,14 @@ class _Sweep:
             made = prod(shapes[2]) // max(1, images * out_channels)
             count, time = round(made / max(1, positions)), self.times[index]
             yield Life(node.operands[0], time, time, max(1, count))
+
+    def workspaces(self) -> Iterator[Life]:
+        """Copies that cuDNN makes of what a convolution in three dimensions reads and writes: its
+        kernels want channels last, where XLA has them first."""
+        for index, node in enumerate(self.nodes):
+            if node.name == "conv_general_dilated" and len(self.flow.shape_of(node)) > 4:
+                for value in (*node.operands, self.flow.finished(node.results[0])):
+                    yield Life(value, self.times[index], self.times[index])
 
 
 def is_product(node: Node) -> bool:

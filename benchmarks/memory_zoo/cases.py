@@ -158,6 +158,8 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     ),
     "perceiver": partial(_zoo, lambda n: newcomers.perceiver(4 * n)),
     "pixel cnn": partial(_zoo, lambda n: newcomers.pixel_cnn(32 * n)),
+    "swin": partial(_zoo, lambda n: newcomers.swin(32 * n)),
+    "transducer": partial(_zoo, lambda n: newcomers.transducer(16 * n)),
 }
 
 

@@ -104,3 +104,113 @@ def pixel_cnn(rows: int, *, channels: int = 256, depth: int = 8, size: int = 64)
     return trained(
         lambda: _weights(sizes), loss, lambda i: (integers(i, 256, rows, size, size, 3),)
     )
+
+
+def swin(rows: int, *, width: int = 192, depth: int = 2, window: int = 8) -> ZooStep:
+    """Attention inside windows that are shifted in every other layer; two resolutions."""
+    size, patch, head = 256, 4, 32
+    widths = (width, 2 * width)
+    sizes: dict[str, tuple[int, ...]] = {"patches": (patch * patch * 3, width)}
+    for stage, wide in enumerate(widths):
+        for layer in range(depth):
+            name = f"{stage}_{layer}"
+            sizes[f"qkv_{name}"] = (wide, 3 * wide)
+            sizes[f"bias_{name}"] = (wide // head, window * window, window * window)
+            sizes[f"out_{name}"] = (wide, wide)
+            sizes[f"up_{name}"] = (wide, 4 * wide)
+            sizes[f"down_{name}"] = (4 * wide, wide)
+    sizes["merge"] = (4 * width, 2 * width)
+    sizes["classes"] = (2 * width, 1000)
+
+    def tiles(x: jax.Array, side: int) -> jax.Array:
+        """Squares of so many rows and columns: (tiles, positions in a tile, channels)."""
+        batch, rows, columns, channels = x.shape
+        x = x.reshape(batch, rows // side, side, columns // side, side, channels)
+        return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, channels)
+
+    def image(x: jax.Array, batch: int, positions: int, side: int) -> jax.Array:
+        """The inverse of `tiles`."""
+        across = positions // side
+        x = x.reshape(batch, across, across, side, side, x.shape[-1])
+        return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, positions, positions, -1)
+
+    def attend(x: jax.Array, w: dict[str, jax.Array], name: str) -> jax.Array:
+        qkv = (_norm(x) @ w[f"qkv_{name}"]).reshape(*x.shape[:2], 3, -1, head)
+        q, k, v = (qkv[:, :, n] for n in range(3))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / head**0.5 + w[f"bias_{name}"]
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(bf16)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ w[f"out_{name}"]
+
+    def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+        w = jax.tree.map(lambda p: p.astype(bf16), params)
+        batch, positions = images.shape[0], size // patch
+        x = tiles(images.astype(bf16), patch).reshape(batch, positions, positions, -1)
+        x = x @ w["patches"]
+        for stage in range(len(widths)):
+            if stage:
+                x = _norm(tiles(x, 2).reshape(batch, -1, 4 * width)) @ w["merge"]
+                positions //= 2
+                x = x.reshape(batch, positions, positions, -1)
+            for layer in range(depth):
+                shift = window // 2 if layer % 2 else 0
+                shifted = jnp.roll(x, (-shift, -shift), (1, 2))
+                seen = attend(tiles(shifted, window), w, f"{stage}_{layer}")
+                x = x + jnp.roll(image(seen, batch, positions, window), (shift, shift), (1, 2))
+                hidden = jax.nn.gelu(_norm(x) @ w[f"up_{stage}_{layer}"])
+                x = x + hidden @ w[f"down_{stage}_{layer}"]
+        logits = (_norm(x).mean((1, 2)) @ w["classes"]).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    def batch(index: int) -> tuple[jax.Array, ...]:
+        return normal(index, rows, size, size, 3), integers(index, 1000, rows)
+
+    return trained(lambda: _weights(sizes), loss, batch)
+
+
+def transducer(rows: int, *, width: int = 640, frames: int = 200, labels: int = 48) -> ZooStep:
+    """Speech to text: a score of every label for every frame and prefix of the text, and the
+    probability of all alignments by a recursion over frames."""
+    vocabulary, features = 512, 80
+    sizes: dict[str, tuple[int, ...]] = {
+        "frames": (4 * features, width),
+        "frame_bias": (width,),
+        "mix": (width, width),
+        "mix_bias": (width,),
+        "embed": (vocabulary, width),
+        "recur": (width, width),
+        "joint": (width, vocabulary),
+        "joint_bias": (vocabulary,),
+    }
+
+    def alignments(blank: jax.Array, label: jax.Array) -> jax.Array:
+        """log P(text): (batch, frames, prefixes) of scores of "next frame" and "next label"."""
+        before = jnp.cumsum(jnp.pad(label, ((0, 0), (0, 0), (1, 0)))[..., :-1], -1)
+
+        def frame(alpha: jax.Array, scores: Any) -> tuple[jax.Array, None]:
+            stay, written = scores
+            reached = jax.lax.cumlogsumexp(alpha - written, axis=1) + written
+            return reached + stay, None
+
+        first = jnp.where(jnp.arange(blank.shape[-1]) == 0, 0.0, -1e9)
+        first = jnp.broadcast_to(first, blank.shape[::2])
+        scores = (blank.swapaxes(0, 1), before.swapaxes(0, 1))
+        return jax.lax.scan(frame, first, scores)[0][:, -1]
+
+    def loss(params: Any, speech: jax.Array, text: jax.Array) -> jax.Array:
+        w = params
+        x = jax.nn.relu(speech @ w["frames"] + w["frame_bias"])
+        x = x + jax.nn.relu(_norm(x) @ w["mix"] + w["mix_bias"])
+        prefix = w["embed"][jnp.pad(text, ((0, 0), (1, 0)))]
+        prefix = jnp.tanh(prefix @ w["recur"])
+        both = jnp.tanh(x[:, :, None] + prefix[:, None])
+        logits = both @ w["joint"] + w["joint_bias"]
+        log_p = jax.nn.log_softmax(logits)
+        follows = jnp.pad(text, ((0, 0), (0, 1)))[:, None, :, None]
+        label = jnp.take_along_axis(log_p, follows, -1)[..., 0]
+        return -jnp.mean(alignments(log_p[..., 0], label))
+
+    def batch(index: int) -> tuple[jax.Array, ...]:
+        return normal(index, rows, frames, 4 * features), integers(index, vocabulary, rows, labels)
+
+    return trained(lambda: _weights(sizes), loss, batch)

@@ -66,3 +66,15 @@ def test_a_scatter_into_zeros_is_made_in_what_it_is_added_to() -> None:
         if shape == (128, classes)
     }
     assert large == {"dot_general", "add_any"}
+
+
+@pytest.mark.parametrize("contracted", [1, 2])
+def test_a_product_over_one_element_is_a_multiplication(contracted: int) -> None:
+    """Such as the gradient of a head with one output: it is fused into what reads it."""
+    graph = graph_of(
+        lambda g, w, x: jnp.sort(jnp.sort(x) * (g @ w)),
+        array(64, contracted),
+        array(contracted, 64),
+        array(64, 64),
+    )
+    assert ("dot_general" in lives_by_op(graph)) == (contracted > 1)

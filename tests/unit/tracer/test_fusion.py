@@ -119,3 +119,12 @@ def test_an_op_that_two_paths_share_is_computed_once() -> None:
     graph = graph_of(fn, array(64, 64))
     kept = [life.value for life in graph.liveness.lives if graph.values[life.value].shape]
     assert len(kept) == 1  # the input
+
+
+@pytest.mark.parametrize("picked", [16, 1024])
+def test_what_a_gather_picks_many_times_is_written(picked: int) -> None:
+    """Such as a node's features for all of its edges."""
+    graph = graph_of(
+        lambda x, i: jnp.sort(jnp.exp(x)[i]), array(64), array(picked, dtype=jnp.int32)
+    )
+    assert ("exp" in lives_by_op(graph)) == (picked > 64)

@@ -19,6 +19,32 @@ def test_an_elementwise_result_takes_over_the_buffer_it_is_last_to_read() -> Non
     assert end < start
 
 
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_kernel_that_also_sums_its_result_takes_over_nothing(is_summed: bool) -> None:
+    """As that of an activation's gradient does for the bias."""
+
+    def fn(x):
+        made = jnp.exp(jnp.sort(x))
+        return jnp.cumsum(made, 0), jnp.sum(made if is_summed else x, 0)
+
+    lives = lives_by_op(graph_of(fn, array(64, 64)))
+    ((_, end, _),), ((start, _, _),) = lives["sort"], lives["exp"]
+    assert (end == start) == is_summed
+
+
+def test_what_one_kernel_alone_reads_stays_inside_it() -> None:
+    """However dear it is, and however often that kernel reads it."""
+
+    def fn(x):
+        slope = jnp.tanh(jnp.sort(x)) * jnp.cumsum(x) * jnp.cumprod(x) * jax.lax.cummax(x)
+        made = slope * slope + jnp.exp(slope) + 3 * slope
+        return jnp.sort(made), jnp.sum(made)
+
+    lives = lives_by_op(graph_of(fn, array(64)))
+    assert "mul" not in lives
+    assert len(lives["add"]) == 1
+
+
 def test_nothing_takes_over_the_buffer_of_a_product() -> None:
     """cuBLAS returns it with a workspace, and XLA lets no kernel have a part of such a pair."""
     graph = graph_of(lambda w, x: jnp.sort(jnp.exp(x @ w)), array(64, 64), array(64, 64))
@@ -203,6 +229,36 @@ def test_a_transposed_convolution_reads_a_dilated_copy() -> None:
 
     assert copies(upsampled) == [4]
     assert copies(downsampled) == []
+
+
+@pytest.mark.parametrize("num_dims", [2, 3])
+def test_a_convolution_in_three_dimensions_has_copies_in_its_workspace(num_dims: int) -> None:
+    """cuDNN's kernels want channels last, XLA has them first."""
+
+    def fn(kernel, x):
+        return jax.lax.conv_general_dilated(jnp.exp(x), kernel, (1,) * num_dims, "SAME")
+
+    graph = graph_of(fn, array(8, 4, *(3,) * num_dims), array(2, 4, *(6,) * num_dims))
+    (index,) = [i for i, n in enumerate(graph.nodes) if n.name == "conv_general_dilated"]
+    node, time = graph.nodes[index], graph.liveness.times[index]
+    result = graph.nodes[index + 1].results[0]
+    lives = [(life.value, life.start, life.end) for life in graph.liveness.lives]
+    for value in (node.operands[0], result):
+        others = [one for one in lives if one[0] == value and one != (value, time, time)]
+        assert others
+        assert ((value, time, time) in lives) == (num_dims == 3)
+
+
+def test_kernels_that_read_the_same_zeros_run_apart_where_one_waits_for_the_other() -> None:
+    def fn(x, i):
+        first = jnp.sort(jnp.where(x > 0, x, jnp.zeros(64)))
+        second = jnp.sort(jnp.where(first > 1, first, jnp.zeros(64)))
+        return jnp.cumsum(jnp.zeros(64).at[i].add(second))
+
+    graph = graph_of(fn, array(64), array(64, dtype=jnp.int32))
+    times = graph.liveness.times
+    for index, node in enumerate(graph.nodes):
+        assert all(times[graph.producer[v][0]] <= times[index] for v in node.operands)
 
 
 def test_updates_that_read_the_same_zeros_are_one_kernel() -> None:
