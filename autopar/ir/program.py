@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from jax.core import ShapedArray
@@ -67,7 +68,7 @@ class Equation:
     @property
     def inputs(self) -> list[int]:
         """The values it reads: its operands without the constants."""
-        return values_in(self.operands)
+        return [o for o in self.operands if isinstance(o, int)]
 
     @property
     def source_line(self) -> str:
@@ -157,10 +158,8 @@ class Program:
 
     def num_reads(self) -> Counter[int]:
         """How often equations and outputs read each value, without bodies."""
-        reads = Counter(self.output_values)
-        for equation in self.equations:
-            reads.update(equation.inputs)
-        return reads
+        operands = chain(self.outputs, *[equation.operands for equation in self.equations])
+        return Counter([o for o in operands if isinstance(o, int)])
 
     def all_equations(self) -> Iterator[Equation]:
         """The equations in program order, each followed by those of its bodies."""

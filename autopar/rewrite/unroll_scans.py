@@ -58,6 +58,8 @@ class _Names:
 
 def _scans_over_layers(program: Program, batch: Collection[int]) -> dict[int, _Names]:
     """{index of a scan to unroll: the names of its trips}."""
+    if not any(equation.name == "scan" for equation in program.equations):
+        return {}
     flow = Flow(program, batch)
     chosen: dict[int, _Names] = {}
     stacks: dict[int, _Names] = {}  # results of scans to unroll

@@ -47,6 +47,7 @@ Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 _FEW_STAGES = 8  # that a pipeline has which is soon solved
 TABLES_SHARE = 0.5  # of the time left, for all tables
 _LEAST_SHARE = 0.2
+_REST = 1.5  # what follows the tables, in terms of what came before
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
 
 
@@ -144,12 +145,13 @@ def _promising_first(
 
 
 def _tables_share(deadline: Deadline) -> float:
-    """The share of the time left that all tables may take. Solving the stages of one pipeline then
-    takes about as long as it took to trace the step and read its graph."""
+    """The share of the time left that all tables may take. What follows takes once to twice as long
+    as it took to trace the step and read its graph: searches, a loop over another number of
+    micro-batches, and the stages of one pipeline."""
     left = deadline.left_s
     if left in (0.0, inf):
         return TABLES_SHARE
-    return max(_LEAST_SHARE, min(TABLES_SHARE, 1 - deadline.elapsed_s / left))
+    return max(_LEAST_SHARE, min(TABLES_SHARE, 1 - _REST * deadline.elapsed_s / left))
 
 
 def _in_flight(num_micro_batches: int, submesh: Submesh, cluster: ClusterSpec) -> float:
