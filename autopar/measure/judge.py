@@ -20,12 +20,10 @@ from dataclasses import dataclass, field
 from autopar.errors import ArgumentError
 from autopar.ir.devices import DeviceSpec
 from autopar.ir.mesh import ClusterSpec
-from autopar.measure.judge_kernels import Work, work_of
+from autopar.measure.judge_kernels import CACHE_BYTES, Work, work_of
 from autopar.measure.judge_kernels import seconds as kernel_seconds
 from autopar.runtime.hlo import CollectiveOp, read_collective
 from autopar.runtime.hlo_text import HloModule, Instruction
-
-CACHE_BYTES = 40e6  # of an H100 or H200: 50 MB, not all of which hold what is wanted
 
 _FREE = frozenset(
     (

@@ -10,8 +10,8 @@ A kernel has three kinds of work that run side by side, so that the slowest near
                  another index. A value that only some threads need is loaded in a branch, and the
                  others wait.
     traffic      what is touched: of an operand that is only sliced, the slice (with a stride, all
-                 that lies between); of a buffer that is updated in place, the update. Atomic
-                 updates are slower.
+                 that lies between; of gathered rows, whole lines of memory); of a buffer that is
+                 updated in place, the update. Atomic updates are slower, most of all of 16 bits.
 
 The shares of the peak are those of an H200 in the table that comes with autopar.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
+from math import ceil, gcd, prod
 
 from autopar.ir.devices import DeviceSpec
 from autopar.measure.judge_tiles import PRODUCTS, convolution_s, tiled_s
@@ -43,6 +43,8 @@ CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to
 GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
 VECTOR_SHARE = 0.6  # of that in practice
+LINE_BYTES = 64  # that memory is read by
+CACHE_BYTES = 40e6  # of an H100 or H200: 50 MB, not all of which hold what is wanted
 CACHE_SPEED = 1.6  # of the memory's
 SMOOTH = 4.0  # the larger, the more the slowest kind of work decides alone
 
@@ -78,13 +80,14 @@ _VIEWS = frozenset(("bitcast", "reshape", "copy", "convert"))
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the update
 _ATOMIC = 1.5  # traffic of a scatter, as if it were so much more
-_ATOMIC_16BIT = 5.5  # in a loop of compare and swap
+_ATOMIC_16BIT = 19.0  # in a loop of compare and swap; by samples of single scatters
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$')
 _CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?P<kind>[A-Za-z]*)')
 _CUDNN_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(?P<back>Backward)?"')
 _BACKWARD_ATTENTION = 2.5  # five products in place of two
 _TRITON = re.compile(r'"kind":"__triton')
 _LAYOUT = re.compile(r"\]\{(\d+)")
+_SLICE_SIZES = re.compile(r"slice_sizes=\{([\d,]*)\}")
 _STRIDES = re.compile(r"\[\d+:\d+(?::(\d+))?\]")
 _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
 _KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
@@ -424,6 +427,8 @@ def _fusion_traffic(fusion: Instruction, inner: Sequence[Instruction]) -> Work:
 def _sliced_bytes(one: Instruction, source: Instruction) -> float:
     """What a slice touches of its source: with a stride along rows, all between."""
     touched = _bytes(one)
+    if one.opcode == "gather":
+        return touched * _line_share(one, source)
     if one.opcode == "slice":
         strides = [int(stride or 1) for stride in _STRIDES.findall(one.attributes)]
         if strides:
@@ -431,12 +436,29 @@ def _sliced_bytes(one: Instruction, source: Instruction) -> float:
     return min(touched, _bytes(source))
 
 
+def _line_share(gather: Instruction, source: Instruction) -> float:
+    """Bytes that memory reads for each that a gather takes: its slices lie anywhere, and each is
+    in lines of its own. A small source stays in the cache."""
+    found = _SLICE_SIZES.search(gather.attributes)
+    sizes = [int(size) for size in found[1].split(",")] if found and found[1] else []
+    run = _item(source)
+    for size, whole in zip(reversed(sizes), reversed(source.results[0].shape), strict=False):
+        run *= size
+        if size < whole:
+            break
+    share = ceil(run / LINE_BYTES) * LINE_BYTES / max(run, 1)
+    return share / CACHE_SPEED if _bytes(source) <= CACHE_BYTES else share
+
+
 def _read_bytes(value: Instruction, users: Mapping[str, list[Instruction]], inside: Named) -> float:
     """What a fusion reads of a parameter: all, unless every use takes only parts of it."""
-    total = 0.0
+    total = gathered = 0.0
     for user in users.get(value.name, ()):
         if user.operands[0] != value.name:
             touched = _bytes(value)
+        elif user.opcode == "gather":  # rows that are taken twice are read twice
+            gathered += _sliced_bytes(user, value)
+            continue
         elif user.opcode in _SLICES:
             touched = _sliced_bytes(user, value)
         elif user.opcode == "dynamic-update-slice":
@@ -448,7 +470,7 @@ def _read_bytes(value: Instruction, users: Mapping[str, list[Instruction]], insi
         else:
             touched = _bytes(value)
         total += touched
-    return min(total, _bytes(value))
+    return min(total, _bytes(value)) + gathered
 
 
 def _written_bytes(output: Instruction, inside: Named) -> float:

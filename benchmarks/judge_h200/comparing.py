@@ -151,7 +151,8 @@ def kernel_lines(folder: Path, name: str, limit: int = 40) -> list[str]:
         f"{'judged ms':>10s} {'profiled':>10s} {'runs':>6s} {'GFLOP':>9s} {'MB':>9s}",
     ]
     for kernel in found.kernels[:limit]:
-        runs, seconds = profiled.pop(kernel.name, (0, 0.0))
+        in_buffer = profiled.pop(kernel.name.replace(".", "_"), (0, 0.0))
+        runs, seconds = profiled.pop(kernel.name, in_buffer)
         lines.append(
             f"{1e3 * kernel.seconds:10.3f} {1e3 * seconds:10.3f} {runs:6d} "
             f"{1e-9 * kernel.flops:9.1f} {1e-6 * kernel.num_bytes:9.1f}  {kernel.name}  "

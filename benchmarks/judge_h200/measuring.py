@@ -167,13 +167,15 @@ def _profile(one: Compiled) -> bytes:
 
 def kernels_of(data: Any) -> Kernels:
     """The kernels on a GPU's streams, of `jax.profiler.ProfileData`: by HLO instruction where the
-    profiler knows it (it does not for those in command buffers), else by name."""
+    profiler knows it, else by the kernel's own name. In command buffers that is the instruction's,
+    with underscores for dots."""
     found: dict[str, list[float]] = {}
     for plane in data.planes:
         lines = plane.lines if plane.name.startswith("/device:GPU") else ()
         for line in lines:
             for event in line.events if line.name.startswith("Stream") else ():
                 name = str(dict(event.stats).get("hlo_op") or event.name)
+                name = event.name if name.startswith("command_buffer") else name
                 sums = found.setdefault(name, [0, 0.0])
                 sums[0] += 1
                 sums[1] += 1e-9 * event.duration_ns

@@ -323,7 +323,25 @@ FUSIONS = {
         %i = s32[8]{0} parameter(1)
         %u = bf16[8]{0} parameter(2)
         ROOT %s = bf16[800]{0} scatter(%a, %i, %u), to_apply=%add""",
-        16 + 32 + 16 + 5.5 * 16,
+        16 + 32 + 16 + 19 * 16,
+    ),
+    "a gather of narrow rows reads a line of memory for each": (
+        """%a = f32[20000000,2]{1,0} parameter(0)
+        %i = s32[8]{0} parameter(1)
+        ROOT %g = f32[8,2]{1,0} gather(%a, %i), offset_dims={1}, slice_sizes={1,2}""",
+        8 * 64 + 32 + 64,
+    ),
+    "a gather of wide rows": (
+        """%a = f32[20000000,16]{1,0} parameter(0)
+        %i = s32[8]{0} parameter(1)
+        ROOT %g = f32[8,16]{1,0} gather(%a, %i), offset_dims={1}, slice_sizes={1,16}""",
+        512 + 32 + 512,
+    ),
+    "a gather that takes the rows of a small array often": (
+        """%a = f32[4,16]{1,0} parameter(0)
+        %i = s32[80]{0} parameter(1)
+        ROOT %g = f32[80,16]{1,0} gather(%a, %i), offset_dims={1}, slice_sizes={1,16}""",
+        5120 / CACHE_SPEED + 320 + 5120,
     ),
 }
 
