@@ -39,7 +39,7 @@ class _Merging:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.numbers: dict[int, int] = {}  # of values that equal an earlier one
-        self.known: dict[Hashable, tuple[int, ...]] = {}  # results of the first such equation
+        self.known: dict[Hashable, list[Equation]] = {}  # the first of each kind, by what is quick
         self.replaced: dict[int, int] = {}  # values → those that are read in their place
         self.follows: set[int] = set()  # values that are products, or computed from some
 
@@ -69,12 +69,10 @@ class _Merging:
         is_product = equation.name in _PRODUCTS
         if is_product or not self.follows.isdisjoint(equation.inputs):
             self.follows.update(equation.results)
-        key = self._key(equation)
-        if key is None:
+        equal = self._earlier(equation)
+        if equal is None:
             return False
-        first = self.known.setdefault(key, equation.results)
-        if first is equation.results:
-            return False
+        first = equal.results
         self.numbers.update(zip(equation.results, first, strict=True))
         is_merged = equation.name not in _NEVER and self.follows.issuperset(equation.results)
         if is_merged:
@@ -82,12 +80,25 @@ class _Merging:
             self.replaced.update(zip(equation.results, same, strict=True))
         return is_merged
 
-    def _key(self, equation: Equation) -> Hashable:
-        """Of equations that are equal; None for one that is like no other."""
+    def _earlier(self, equation: Equation) -> Equation | None:
+        """An equal one before it. Few are alike in name and operands, so the rest is compared for
+        these alone."""
         is_marked = bool(equation.marks or equation.inner_marks)
         is_pure = not (equation.has_effect or equation.bodies or is_marked)
         if not is_pure or not equation.operands or equation.name in _UNKNOWN:
             return None
+        numbers = self.numbers
+        values = (numbers.get(o, o) if isinstance(o, int) else None for o in equation.operands)
+        alike = self.known.setdefault((equation.name, *values), [])
+        key = self._key(equation) if alike else None
+        for one in alike if key is not None else ():
+            if self._key(one) == key:
+                return one
+        alike.append(equation)
+        return None
+
+    def _key(self, equation: Equation) -> Hashable:
+        """The same for equal equations; None if it has parameters that cannot be compared."""
         try:
             key = (
                 equation.primitive,

@@ -162,17 +162,17 @@ class _Orders:
     def products_to_change(self) -> set[tuple[int, ...]]:
         """The results of products that follow the order of a family, for families about whose order
         their products disagree."""
-        touches: dict[int, list[_Touch]] = {}
-        products = [e for e in self.given.equations if _is_product(e)]
-        if not products:
+        found: list[tuple[int, _Touch]] = []
+        for product in filter(_is_product, self.given.equations):
+            side = self.large_operand(product)
+            one = self.touch_of_result(product) if side is None else self.touch(product, side)
+            found += [one] if one is not None else []
+        if all(touch.is_in_order for _, touch in found):
             return set()
         family = self.families()
-        for product in products:
-            side = self.large_operand(product)
-            found = self.touch_of_result(product) if side is None else self.touch(product, side)
-            if found is not None:
-                value, touch = found
-                touches.setdefault(family.get(value, value), []).append(touch)
+        touches: dict[int, list[_Touch]] = {}
+        for value, touch in found:
+            touches.setdefault(family.get(value, value), []).append(touch)
         transposed = {family.get(value, value) for value in self.transposed_by_others()}
         return {
             touch.product.results
