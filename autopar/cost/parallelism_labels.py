@@ -188,7 +188,7 @@ class ParallelismLabels:
             node = self.graph.nodes[self.roles.readers[value][0].node]
             by_axis = tuple(zip(self.mesh.axis_names, labels, strict=True))
             reason, layers = self._reason(value, node), self._other_layers(value)
-            parameters.append(Parallelism(path, node.module, by_axis, reason, layers))
+            parameters.append(Parallelism(path, node.module, by_axis, reason, layers or None))
         return tuple(parameters)
 
     def _other_layers(self, parameter: int) -> tuple[str, ...]:

@@ -178,13 +178,13 @@ def _path(root: Module, name: str) -> Iterator[Module]:
 
 
 def _add_parameter(root: Module, plan: ParallelPlan, use: Parallelism, tensor: Tensor) -> None:
-    size = float(prod(tensor.shape)) / (1 + len(use.layers))
+    size = float(prod(tensor.shape)) / (1 + len(use.layers or ()))
     words = words_text({axis: {word: 1.0} for axis, word in _used_axes(plan, use)})
     array = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
     keys = _KEYS.findall(use.path.removesuffix(".value"))
     name = next(filter(None, keys[-1])) if use.module and keys else use.path
     spec = str(plan.spec_of(tensor))
-    for module in (use.module or NO_NAME, *use.layers):
+    for module in (use.module or NO_NAME, *(use.layers or ())):
         last = root
         for at in _path(root, module):
             last = at

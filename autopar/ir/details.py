@@ -8,7 +8,7 @@ and step unless said otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # What memory is used for, in the order of reports.
@@ -176,7 +176,7 @@ class Parallelism:
     module: str
     words: tuple[tuple[str, str], ...]
     reason: str = ""
-    layers: tuple[str, ...] = ()
+    layers: tuple[str, ...] | None = field(default=None, metadata={"omit_none": True})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import autopar
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program_sharding import EquationSharding, ProgramSharding
-from autopar.rewrite.scan_residuals import thin_scans
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 
@@ -93,10 +92,9 @@ def free_sizes(node: Node) -> list[int]:
     return [n for f, n in enumerate(node.rule.sizes) if f not in node.rule.fixed]
 
 
-def split_ways(step: autopar.ParallelFunction, fn: Callable[..., Any], *args: Any) -> Any:
+def split_ways(step: autopar.ParallelFunction) -> Any:
     """For each operator of the step that was run last, over how many devices it was split: (name,
     ways), operators in the bodies of loops included."""
-    program = thin_scans(trace_step(fn, args)).program
     found: list[tuple[str, int]] = []
 
     def visit(program: Any, sharding: ProgramSharding) -> None:
@@ -110,5 +108,6 @@ def split_ways(step: autopar.ParallelFunction, fn: Callable[..., Any], *args: An
                     ways *= size
             found.append((equation.name, ways))
 
-    visit(program, step.last_executable.plan.program)
+    assert step.last_planned is not None
+    visit(step.last_planned.traced.program, step.last_executable.plan.program)
     return found

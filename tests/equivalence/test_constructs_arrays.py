@@ -216,7 +216,7 @@ def test_operator_equals_jit_and_is_split(name: str) -> None:
     step = run_by_batch(fn, *args)
     assert not step.last_executable.plan.warnings
     ways: dict[str, int] = {}
-    for op, parts in split_ways(step, fn, *args):
+    for op, parts in split_ways(step):
         ways[op] = max(ways.get(op, 1), parts)
     assert {op: ways[op] for op in split} == dict.fromkeys(split, 8)
 
@@ -236,7 +236,7 @@ def test_ragged_dot() -> None:
     args = (floats(4, 8, 8), floats(16, 8), np.array([4, 2, 6, 4], np.int32))
     step = run_by_batch(gradient(fn, 0, 1), *args)
     assert not step.last_executable.plan.warnings
-    names = {n for n, _ in split_ways(step, gradient(fn, 0, 1), *args)}
+    names = {n for n, _ in split_ways(step)}
     assert "ragged_dot_general" in names
 
 
