@@ -35,6 +35,7 @@ from autopar.stages.auto_task import (
     least_bytes,
     may_fit,
     most_gained,
+    one_mesh_s,
     recomputed_s,
 )
 from autopar.stages.choose_stages import device_budget, loop_graph
@@ -162,10 +163,7 @@ def _or_on_one_mesh(
     for number in numbers:
         if known is not None and number == known.plan.num_micro_batches:
             continue
-        least_s = recomputed_s(task, number, task.log.work_s or task.log.ideal_s)
-        if best is not None and least_s >= best.plan.estimated_step_s:
-            continue
-        if best is not None and not _has_time(task, f"one mesh, {number} micro-batches"):
+        if best is not None and not _is_worth_a_try(task, number, best.plan.estimated_step_s):
             continue
         cutoff = pipeline_s * (_WORTH_SOLVING if best is None else 1.0)
         whole = outcomes.on_one_mesh(number, cutoff)
@@ -179,6 +177,19 @@ def _or_on_one_mesh(
     if best is None or best.plan.estimated_step_s > _WORTH_SOLVING * pipeline_s:
         best = pipeline
     return _with_notes(best, whole_s, plan.search)
+
+
+def _is_worth_a_try(task: AutoTask, number: int, best_s: float) -> bool:
+    """Whether a plan on one mesh may take less than the best. If time is short, it must promise
+    to."""
+    work_s = task.log.work_s or task.log.ideal_s
+    if recomputed_s(task, number, work_s) >= best_s:
+        return False
+    what = f"one mesh, {number} micro-batches"
+    if task.log.deadline.is_short and one_mesh_s(task, number, work_s) >= best_s:
+        task.log.deadline.cut(what)
+        return False
+    return _has_time(task, what)
 
 
 def _faster(one: PlannedStep | None, other: PlannedStep | None) -> PlannedStep | None:

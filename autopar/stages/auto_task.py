@@ -31,8 +31,6 @@ from autopar.tracer.costs import aval_bytes, program_flops
 
 # Of what a backward pass reads, the part that must be in memory (see `rewrite.residuals`).
 _HELD_SHARE = 1 / 3
-# A step this much over what its operators take may be clearly faster in another way.
-_CLEARLY = 1.25
 _CAST = "convert_element_type"
 
 
@@ -104,15 +102,15 @@ class AutoTask:
     def leaves(self, step_s: float) -> bool:
         """Whether a pipeline that promises so many seconds is left unsolved, as time is short: a
         plan at hand takes no longer; or there is none, time for this pipeline or a plan on one
-        mesh, and one mesh promises clearly more."""
+        mesh, and one mesh promises more."""
         if not self.number_is_free or not self.log.deadline.is_short:
             return False
         if self.log.best is not None and self.log.has_plan:
             return step_s >= self.log.best.step_s
         fewest = next((n for n in self.numbers if may_fit(self, n)), None)
-        if fewest is None:
+        if fewest is None or not self.log.ideal_s:
             return False
-        return 0 < _CLEARLY * recomputed_s(self, fewest, self.log.ideal_s) < step_s
+        return 0 < one_mesh_s(self, fewest, self.log.ideal_s) < step_s
 
     @property
     def numbers(self) -> list[int]:
@@ -299,20 +297,27 @@ def recomputed_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float
     return work_s * (1 + flops / max(1.0, program_flops(task.source.whole.program)))
 
 
+def one_mesh_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float:
+    """About what a step takes on one mesh that splits parameters over all devices: each micro-batch
+    gathers them in both passes and sums their gradients; layers that do not fit are recomputed.
+    `work_s`: the work of all operators. 0 if layers are not known."""
+    if task.layers is None:
+        return 0.0
+    mesh = mesh_of_cluster(task.cluster, (task.cluster.num_devices,))
+    gather_s = all_gather_s(mesh, (0,), _parameter_bytes(task, task.layers))
+    return recomputed_s(task, num_micro_batches, work_s) + 3 * num_micro_batches * gather_s
+
+
 def most_gained(task: AutoTask) -> float:
     """By how much, relative to the work of all operators, a pipeline may beat one mesh at most,
-    about: on one mesh, parameters are split over all devices. With the fewest micro-batches that
-    may fit, each gathers them in both passes and sums their gradients; layers that do not fit are
-    recomputed. That is all that a pipeline can save."""
+    about: what one mesh with the fewest micro-batches that may fit moves and recomputes is all that
+    a pipeline can save."""
     number = next((n for n in task.numbers if may_fit(task, n)), None)
     if number is None or task.layers is None:
         return inf
-    cluster = task.cluster
-    flops = program_flops(task.source.whole.program) / cluster.num_devices
-    work_s = min_work_s(cluster, flops)
-    mesh = mesh_of_cluster(cluster, (cluster.num_devices,))
-    moved_s = 3 * number * all_gather_s(mesh, (0,), _parameter_bytes(task, task.layers))
-    return (recomputed_s(task, number, work_s) + moved_s) / max(work_s, 1e-30) - 1
+    flops = program_flops(task.source.whole.program) / task.cluster.num_devices
+    work_s = max(min_work_s(task.cluster, flops), 1e-30)
+    return one_mesh_s(task, number, work_s) / work_s - 1
 
 
 def _parameter_bytes(task: AutoTask, layers: Sequence[Layer]) -> int:

@@ -507,12 +507,14 @@ def test_with_a_plan_at_hand_no_pipeline_is_solved_for_which_there_is_no_time(
     assert plan.solver.stopped is not None and "pipelines" in plan.solver.stopped
 
 
-@pytest.mark.parametrize(("gain", "is_solved"), [(10.0, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("gain", "moved", "is_solved"), [(10.0, 0.0, False), (1.0, 0.0, True), (10.0, 1.0, True)]
+)
 def test_where_time_is_short_what_promises_more_comes_first(
-    monkeypatch: pytest.MonkeyPatch, gain: float, is_solved: bool
+    monkeypatch: pytest.MonkeyPatch, gain: float, moved: float, is_solved: bool
 ) -> None:
     """Without a plan, and with time for a pipeline or a plan on one mesh: the pipeline, unless its
-    step takes much longer than its operators."""
+    step takes longer than the operators and what one mesh moves, relative to it."""
     weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8
     batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
     options = autopar.ShardingOptions(memory_budget_bytes=44 * 2**20, planning_time_s=None)
@@ -525,6 +527,12 @@ def test_where_time_is_short_what_promises_more_comes_first(
         assert 0 < log.ideal_s <= search.choice.step_s
         log.ideal_s = search.choice.step_s / gain
         log.deadline.interrupt()
+        gathered_s = moved * search.choice.step_s
+        monkeypatch.setattr(
+            auto_task,
+            "one_mesh_s",
+            lambda task, number, work_s: auto_task.recomputed_s(task, number, work_s) + gathered_s,
+        )
         return search
 
     def noted(*args: Any) -> PlannedStep:
