@@ -50,6 +50,8 @@ _ALONG = {
     "concatenate": "dimension",
     "rev": "dimensions",
 }
+# Indices of rows that these read are those of their own operands; a sort has its own note.
+_INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice", "concatenate", "sort")
 
 
 def times(value: jax.Array, *, num: int) -> jax.Array:
@@ -103,6 +105,8 @@ class Scope:
         self.env: Env = {}
         self.scaled: dict[int, Operand] = {}
         self.made_by: dict[int, Equation] = {}
+        self.fixed: set[int] = set()  # have rows, which are the same whatever the batch holds
+        self.placed: set[int] = set()  # of these, depend on the place of a row
 
     def kind(self, operand: Operand) -> BatchDependence:
         return operand_dependence(operand, self.dependence)
@@ -135,6 +139,7 @@ class Scope:
 
     def operation(self, equation: Equation) -> None:
         self.note_mixed_rows(equation)
+        self.note_places(equation)
         kinds = [self.kind(o) for o in equation.operands]
         made = result_dependence(equation, kinds, self.micro_batches.shapes)
         one_to_one = equation.name == "optimization_barrier"
@@ -169,12 +174,33 @@ class Scope:
         along = along if isinstance(along, tuple) else (along,)
         batch_dims = {d for r in equation.results for d in shapes.dims(r)}
         pairs = any(len(shapes.dims(r)) > 1 for r in equation.results)
-        if batch_dims & set(along) or (pairs and equation.name == "dot_general"):
+        pairs = pairs and any(len(shapes.dims(v)) == 1 for v in equation.inputs)
+        if batch_dims & set(along) or pairs:
             self.micro_batches.notes.add(
                 "mixed",
                 equation,
                 f"{equation.name} combines different rows of the batch; with "
                 f"{self.micro_batches.num} micro-batches it combines those of one micro-batch only",
+            )
+
+    def note_places(self, equation: Equation) -> None:
+        """Notes an op that computes with the place of rows, which is one in a micro-batch."""
+        shapes, inputs = self.micro_batches.shapes, equation.inputs
+        places = self.placed.intersection(inputs)
+        if equation.name == "iota" and equation.params["dimension"] in shapes.dims(
+            equation.results[0]
+        ):
+            places = set(equation.results)
+        if all(v in self.fixed or not shapes.has_rows(v) for v in inputs):
+            rows = [r for r in equation.results if shapes.has_rows(r)]
+            self.fixed.update(rows)
+            self.placed.update(rows if places else ())
+        elif places and not equation.name.startswith(_INDEXED):
+            self.micro_batches.notes.add(
+                "places",
+                equation,
+                f"{equation.name} uses the place of rows in the batch; with "
+                f"{self.micro_batches.num} micro-batches each counts its own rows from zero",
             )
 
     # -- random numbers

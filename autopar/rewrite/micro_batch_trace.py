@@ -63,6 +63,8 @@ def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
     dims = ties.rows([(value, 0) for value in batch])
     if dims is None or any(avals[v].shape[d] % num for v, d in dims.items()):
         return None
+    if dims.keys() <= set(program.inputs):  # nothing reads the batch, so nothing tells what is rows
+        return None
     return {**dims, **_unread_rows(program, avals[batch[0]].shape[0])}
 
 

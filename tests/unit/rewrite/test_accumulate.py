@@ -409,6 +409,46 @@ def test_products_of_rows_with_rows_are_noted():
     assert "one micro-batch only" in warning
 
 
+def test_differences_of_rows_are_noted():
+    def loss(w: Any, x: Any) -> Any:
+        y = x @ w
+        return jnp.mean((y[:, None] - y[None]) ** 2)
+
+    step = parallel(sgd(loss))
+    step(W, X)
+    (warning,) = step.last_executable.plan.warnings
+    assert "sub combines different rows of the batch" in warning
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        jnp.tril,
+        lambda y: y * jnp.arange(y.shape[0])[:, None],
+        lambda y: jnp.where(jnp.arange(y.shape[0])[:, None] < 3, y, 0),
+    ],
+    ids=["tril", "weights", "mask"],
+)
+def test_places_of_rows_are_noted(weigh: Any):
+    step = parallel(sgd(lambda w, x: jnp.mean(weigh(x @ w))))
+    step(W, X)
+    (warning,) = step.last_executable.plan.warnings
+    assert "uses the place of rows in the batch" in warning
+
+
+def test_rows_that_pick_their_own_columns_are_not_noted():
+    """Indexing with `arange` is how many write the loss of a classifier."""
+    labels = jnp.argmax(X[:, :5], axis=1)
+
+    def loss(w: Any, batch: Any) -> Any:
+        x, labels = batch
+        scores = jax.nn.log_softmax(x @ w)
+        picked = scores[jnp.arange(x.shape[0]), labels]
+        return -jnp.mean(picked) - jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+    check_exact(sgd(loss), W, (X, labels))
+
+
 def test_rows_regrouped_by_the_user_are_noted():
     step = parallel(lambda w, x: jnp.sum(jnp.sin((x @ w).reshape(2, -1, 5))))
     np.testing.assert_allclose(step(W, X), jnp.sum(jnp.sin(X @ W)), rtol=1e-5)
