@@ -24,6 +24,7 @@ from autopar import _jax
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.row_ties import SIZES, RowTies
+from autopar.tracer.copy_equations import needed_equations
 
 
 def derive_micro_batch(
@@ -63,8 +64,9 @@ def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
     dims = ties.rows([(value, 0) for value in batch])
     if dims is None or any(avals[v].shape[d] % num for v, d in dims.items()):
         return None
-    if dims.keys() <= set(program.inputs):  # nothing reads the batch, so nothing tells what is rows
-        return None
+    needed, _ = needed_equations(program.equations, set(program.output_values), set(program.inputs))
+    if not any(result in dims for equation in needed for result in equation.results):
+        return None  # no result depends on the batch, so nothing tells what rows are
     return {**dims, **_unread_rows(program, avals[batch[0]].shape[0])}
 
 
