@@ -34,6 +34,7 @@ from autopar.runtime.checkpoints.save import (
 )
 from autopar.runtime.ranks.consensus import Consensus, arrival_limit_s
 from autopar.runtime.remote.arrays import DistributedArray
+from autopar.tracer.flat_call import is_array_leaf
 from autopar.training.batch_source import BatchSource
 from autopar.training.keeping import (
     MOST_IN_A_ROW,
@@ -375,13 +376,13 @@ def _free(state: Any, step: ParallelFunction) -> None:
     """Give back the memory of a state, as the first call of the step would."""
     assert step.last_planned is not None
     traced = step.last_planned.traced
-    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "shape")]
-    argument = traced.call.argument
-    if argument[: len(leaves)] != (argument[0],) * len(leaves):  # objects have other leaves
+    leaves = list(filter(is_array_leaf, jax.tree.leaves(state)))
+    positions = [i for i, owner in enumerate(traced.call.argument) if owner == 0]
+    if len(leaves) != len(positions):  # objects have other leaves
         return
-    for index in traced.donated:
-        leaf = leaves[index] if index < len(leaves) else None
-        if isinstance(leaf, jax.Array | DistributedArray) and not leaf.is_deleted():
+    for position, leaf in zip(positions, leaves, strict=True):
+        is_array = isinstance(leaf, jax.Array | DistributedArray)
+        if is_array and position in traced.donated and not leaf.is_deleted():
             leaf.delete()
 
 
