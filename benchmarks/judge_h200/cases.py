@@ -3,6 +3,8 @@
 Models have the width of real ones but few layers: a step takes 5 to 150 ms on an H200 and compiles
 in seconds. Half of the models decide nothing: `HELD_OUT` was written down before any of them was
 measured, and no constant of judge or planner may be chosen by its rows.
+
+The three examples at real size are measured apart, as autopar runs them (`example_cases`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from benchmarks.planning_zoo import strangers
-from examples.models import build
+from examples import finetune_llama, train_moe, train_vit
+from examples.models import Example, build
 from tests.zoo.program import Size, ZooStep, all_programs
 
 bf16 = jnp.bfloat16
@@ -23,11 +26,13 @@ bf16 = jnp.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """A named step; `make` builds it at real width, or tiny for a dry run."""
+    """A named step; `make` builds it at real width, or tiny for a dry run. `planned`: it runs as
+    autopar plans and rewrites it."""
 
     name: str
     held_out: bool
     make: Callable[[bool], ZooStep]
+    planned: bool = False
 
 
 def _zoo(name: str, tiny: bool) -> ZooStep:
@@ -35,7 +40,10 @@ def _zoo(name: str, tiny: bool) -> ZooStep:
 
 
 def _example(name: str, tiny_name: str, rows: int, tiny: bool, **config: Any) -> ZooStep:
-    example = build(tiny_name) if tiny else build(name, rows, **config)
+    return _step_of(build(tiny_name) if tiny else build(name, rows, **config))
+
+
+def _step_of(example: Example) -> ZooStep:
     return ZooStep(example.train_step, example.create_state, lambda _: (example.make_batch(),))
 
 
@@ -111,3 +119,18 @@ def all_cases() -> Iterator[Case]:
     for one, other in zip(DEVELOPMENT.items(), HELD_OUT.items(), strict=True):
         yield Case(one[0], False, one[1])
         yield Case(other[0], True, other[1])
+
+
+def example_cases() -> Iterator[Case]:
+    """With the batches that examples/README.md names for one H200."""
+    examples: dict[str, Callable[[str | None], Example]] = {
+        "finetune_llama.py": lambda tiny: finetune_llama.make_example(tiny or "8b", 2, 2),
+        "train_vit.py": lambda tiny: train_vit.make_example(tiny or "large", 256),
+        "train_moe.py": lambda tiny: train_moe.make_example(tiny or "1.3b", 32),
+    }
+    for name, make in examples.items():
+        yield Case(name, False, partial(_at_size, make), planned=True)
+
+
+def _at_size(make: Callable[[str | None], Example], tiny: bool) -> ZooStep:
+    return _step_of(make("tiny" if tiny else None))

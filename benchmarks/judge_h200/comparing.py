@@ -15,13 +15,10 @@ from typing import Any
 
 import jax
 
-import autopar
 from autopar.measure.judge import judge
-from benchmarks.judge_h200.cases import Case, all_cases
-from benchmarks.judge_h200.measuring import Kernels, file_of, kernels_of
+from benchmarks.judge_h200.cases import Case, all_cases, example_cases
+from benchmarks.judge_h200.measuring import DEVICE, Kernels, file_of, kernels_of, plan_on_h200
 
-DEVICE, PROFILE = "h200-sxm", "h200"
-NO_BUDGET_BYTES = 1e15
 GIB = 2**30
 FIGURES = {"judged_s": "judge", "predicted_s": "planner"}
 Row = dict[str, Any]
@@ -31,7 +28,7 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
     """The rows of `measure` with both figures. A program that the judge cannot read is an error
     (without a GPU, in a dry run, none is scheduled: those have no judgement)."""
     document = json.loads((folder / "rows.json").read_text())
-    cases = {case.name: case for case in all_cases()}
+    cases = {case.name: case for case in (*all_cases(), *example_cases())}
     rows = []
     for row in document["rows"]:
         if "error" not in row:
@@ -46,7 +43,7 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
 def predict(file: Path, *, tiny: bool = False) -> dict[str, Any]:
     """The document of an earlier `compare`, with steps planned by today's planner."""
     document = json.loads(file.read_text())
-    cases = {case.name: case for case in all_cases()}
+    cases = {case.name: case for case in (*all_cases(), *example_cases())}
     for row in document["rows"]:
         if "error" not in row:
             row |= _planned(cases[row["name"]], tiny)
@@ -74,10 +71,7 @@ def _planned(case: Case, tiny: bool) -> Row:
     made = case.make(tiny)
     state = jax.eval_shape(made.make_state)
     batch = jax.eval_shape(lambda: made.make_batch(0))
-    cluster = autopar.ClusterSpec(1, 1, DEVICE, profile=PROFILE)
-    options = autopar.ShardingOptions(remat="none", memory_budget_bytes=NO_BUDGET_BYTES)
-    method = autopar.ShardParallel((1,), options=options)
-    plan = autopar.plan(made.step, state, *batch, cluster=cluster, method=method)
+    plan = plan_on_h200(made.step, state, *batch)
     return {"predicted_s": plan.estimated_step_s, "predicted_bytes": plan.estimated_peak_bytes}
 
 

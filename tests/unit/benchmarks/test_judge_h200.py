@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from benchmarks.judge_h200 import __main__ as command
-from benchmarks.judge_h200.cases import DEVELOPMENT, HELD_OUT, all_cases
+from benchmarks.judge_h200.cases import DEVELOPMENT, HELD_OUT, all_cases, example_cases
 from benchmarks.judge_h200.comparing import summary, text
 from benchmarks.judge_h200.measuring import file_of, kernels_of
 
@@ -63,6 +63,24 @@ def test_a_dry_run_measures_and_compares(
     command.main()
     (again,) = json.loads(out.read_text())["rows"]
     assert again == row
+
+
+def test_an_example_is_measured_as_autopar_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ["judge_h200", "measure", "--examples", "--tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*typed, "--only", "finetune_llama.py"])
+    command.main()
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["step_s"] > 0 and row["memory"]["peak"] > 0
+    ours = gzip.decompress(file_of(tmp_path, row["name"], ".hlo.gz").read_bytes()).decode()
+    (case,) = (case for case in example_cases() if case.name == row["name"])
+    made = case.make(True)
+    state = jax.eval_shape(made.make_state)
+    batch = jax.eval_shape(lambda: made.make_batch(0))
+    plain = jax.jit(made.step).lower(state, *batch).compile().as_text() or ""
+    # Only `autopar.rewrite.product_orders` transposes queries in place of scores.
+    assert "bngqk" in ours and ours.count("transpose(") != plain.count("transpose(")
 
 
 def test_kernels_are_those_of_a_gpu_s_streams() -> None:
