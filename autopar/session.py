@@ -20,7 +20,7 @@ from autopar import _jax
 from autopar.errors import ArgumentError, ClusterError, MeshError, ProfileError
 from autopar.ir.devices import device_spec, preset_of, preset_or_share
 from autopar.ir.mesh import ClusterSpec
-from autopar.ir.profile import GpuShare, MachineProfile, find_profile
+from autopar.ir.profile import SHIPPED_FOR, GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.host_heap import release_unused_memory
 from autopar.runtime.ranks.gpu_share import gpu_share
@@ -76,7 +76,7 @@ class Session:
         else:
             spec = cluster_of_devices(self.all_devices())
         if self.profile is None:
-            return spec
+            return priced_by_shipped_table(spec)
         limit, measured = spec.memory_bytes, self.profile.usable_memory_bytes
         if limit is not None and measured is not None and measured < limit:
             limit = None  # the profile's counts
@@ -157,7 +157,8 @@ def init(
                       (3600); compiling may take four times as long.
     profile:          prices the plans: the path of a file that `autopar profile` wrote on such
                       devices, the name of a table that comes with autopar (such as "h200"), or the
-                      profile itself.
+                      profile itself. Default: the table that comes with autopar for these GPUs,
+                      or else their data sheet.
 
     Raises `ClusterError` if a cluster cannot be reached or is too small, `ProfileError` if the
     profile was measured on other devices, and `ArgumentError` for invalid values.
@@ -361,6 +362,16 @@ def checked_devices(function: str, given: Any) -> tuple[Any, ...]:
             f"{function}(devices=…): {twice[0]} is given twice. Give each device once."
         )
     return devices
+
+
+def priced_by_shipped_table(cluster: ClusterSpec) -> ClusterSpec:
+    """With the table that comes with autopar for these GPUs, if there is one: it is nearer to
+    any of them than their data sheet. Their memory stays what it is."""
+    table = SHIPPED_FOR.get(cluster.device) if isinstance(cluster.device, str) else None
+    if table is None:
+        return cluster
+    memory_bytes = cluster.spec.memory_bytes
+    return replace(cluster, profile=find_profile(table), memory_bytes=memory_bytes)
 
 
 def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:

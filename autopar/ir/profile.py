@@ -250,6 +250,8 @@ class MachineProfile:
 
 
 SHIPPED = Path(__file__).parent / "profiles"
+# The table of each GPU that one comes for, by its preset. CPUs differ too much to share one.
+SHIPPED_FOR = {"h200-sxm": "h200"}
 
 
 def find_profile(given: object) -> MachineProfile:

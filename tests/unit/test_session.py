@@ -10,7 +10,8 @@ import pytest
 
 import autopar
 from autopar import session
-from autopar.ir.devices import DEVICES
+from autopar.ir.devices import DEVICES, known_preset
+from autopar.ir.profile import SHIPPED_FOR, find_profile
 from autopar.runtime.ranks.machines import ProcessPlace
 from autopar.session import Session, cluster_of_devices
 from tests.machine_profiles import machine_profile
@@ -144,6 +145,32 @@ def test_a_profile_does_not_give_more_memory_than_jax_has(limit, measured, wante
     h200 = device("NVIDIA H200", limit=limit)
     here = Session(0, (h200,), profile=machine_profile(memory_bytes=measured))
     assert here.cluster().spec.memory_bytes == wanted
+
+
+@pytest.mark.parametrize("limit", [None, 112e9])
+def test_gpus_with_a_table_in_the_package_are_priced_by_it(limit) -> None:
+    """An example took 261 ms on an H200: 170 by its data sheet, 235 by the table."""
+    cluster = Session(0, (device("NVIDIA H200", limit=limit),)).cluster()
+    assert cluster.measured is find_profile("h200")
+    assert cluster.spec.memory_bytes == (limit or H200_BYTES)
+    own = machine_profile()
+    given = Session(0, (device("NVIDIA H200", limit=limit),), profile=own)
+    assert given.cluster().measured is own
+    for kind, platform in (("NVIDIA H100 80GB HBM3", "gpu"), ("cpu", "cpu")):
+        other = Session(0, (device(kind, platform=platform),)).cluster()
+        assert other.profile is None
+
+
+def test_a_share_of_a_gpu_has_no_such_table(monkeypatch) -> None:
+    monkeypatch.setenv("AUTOPAR_RANKS_PER_GPU", "8")
+    assert Session(0, (device("NVIDIA H200", limit=15e9),)).cluster().profile is None
+
+
+def test_tables_are_of_whole_devices_of_their_presets() -> None:
+    for preset, table in SHIPPED_FOR.items():
+        profile = find_profile(table)
+        assert known_preset(profile.platform, profile.device_kind) == preset
+        assert profile.gpu_share is None
 
 
 def test_a_plan_stays_within_that_memory(monkeypatch) -> None:
