@@ -28,6 +28,7 @@ from autopar.sharding.tried import (
     with_failures,
 )
 from autopar.stages.auto_task import (
+    WORTH_SOLVING,
     AutoTask,
     MicroBatchTries,
     Outcomes,
@@ -50,8 +51,6 @@ _NEXT_WAY = 0.25
 # pipelines can gain no more than this.
 _EARLY, _EARLY_PROMISING = 0.2, 0.5
 _LITTLE = 0.2
-# Across hosts, solve a plan on one mesh if tables put it no further behind than this.
-_WORTH_SOLVING = 1.05
 
 
 def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep:
@@ -152,20 +151,25 @@ def _or_on_one_mesh(
 ) -> PlannedStep:
     """The best of a pipeline and plans on one mesh, of which one may be known. A pipeline of one
     stage gives way to one program on that mesh, unless that is clearly slower: short of memory, two
-    programs per micro-batch may have it easier."""
+    programs per micro-batch may have it easier. Where it did so already (`Outcomes.found`), the
+    pipeline given is that plan."""
     plan, pipeline_s = pipeline.plan, pipeline.plan.estimated_step_s
     numbers = _numbers_on_one_mesh(task, pipeline)
     if not numbers and known is None:
         return pipeline
-    gives_way = plan.num_stages == 1 and (task.cluster.num_hosts > 1 or _has_time(task, "one mesh"))
+    gives_way = plan.is_pipeline and plan.num_stages == 1
+    gives_way = gives_way and (task.cluster.num_hosts > 1 or _has_time(task, "one mesh"))
+    for found in outcomes.found.values():
+        known = _faster(known, found)
     best = _faster(None if gives_way else pipeline, known)
     whole_s = inf if known is None else known.plan.estimated_step_s
     for number in numbers:
-        if known is not None and number == known.plan.num_micro_batches:
+        is_known = known is not None and number == known.plan.num_micro_batches
+        if is_known or number in outcomes.found:
             continue
         if best is not None and not _is_worth_a_try(task, number, best.plan.estimated_step_s):
             continue
-        cutoff = pipeline_s * (_WORTH_SOLVING if best is None else 1.0)
+        cutoff = pipeline_s * (WORTH_SOLVING if best is None else 1.0)
         whole = outcomes.on_one_mesh(number, cutoff)
         if whole is None:
             continue
@@ -174,7 +178,7 @@ def _or_on_one_mesh(
             best = whole
         elif whole.plan.remat:
             break  # with fewer micro-batches, even more is recomputed
-    if best is None or best.plan.estimated_step_s > _WORTH_SOLVING * pipeline_s:
+    if best is None or best.plan.estimated_step_s > WORTH_SOLVING * pipeline_s:
         best = pipeline
     return _with_notes(best, whole_s, plan.search)
 
@@ -238,7 +242,7 @@ def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
     one_s -= 2 * plan.num_micro_batches * launch_s(task.cluster)  # a loop in one program
     numbers = set()
     is_one_stage = plan.num_stages == 1
-    if is_one_stage or (plan.num_stages > 1 and one_s <= _WORTH_SOLVING * plan.estimated_step_s):
+    if is_one_stage or (plan.num_stages > 1 and one_s <= WORTH_SOLVING * plan.estimated_step_s):
         numbers.add(int(plan.num_micro_batches))
     if task.number_is_free:
         fewest = next((n for n in task.numbers if may_fit(task, n)), None)

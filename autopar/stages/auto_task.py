@@ -32,6 +32,9 @@ from autopar.tracer.costs import aval_bytes, program_flops
 # Of what a backward pass reads, the part that must be in memory (see `rewrite.residuals`).
 _HELD_SHARE = 1 / 3
 _CAST = "convert_element_type"
+# A plan on one mesh is worth solving if tables put it no further behind a pipeline than this, and
+# takes the place of a pipeline of one stage if it is no further behind.
+WORTH_SOLVING = 1.05
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,21 @@ class AutoTask:
         step = self.source.whole
         return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
 
-    def as_pipeline(self, leaves: Callable[[float], bool] = lambda _: False) -> PlannedStep:
-        """`leaves` as in `PipelineTask`."""
+    def as_pipeline(
+        self,
+        leaves: Callable[[float], bool] = lambda _: False,
+        on_one_mesh: Callable[[int, float], PlannedStep | None] = lambda number, step_s: None,
+    ) -> PlannedStep:
+        """`leaves` and `on_one_mesh` as in `PipelineTask`."""
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
         return plan_pipeline(
-            self.source, method, self.cluster, self.log, to_the_end=False, leaves=leaves
+            self.source,
+            method,
+            self.cluster,
+            self.log,
+            to_the_end=False,
+            leaves=leaves,
+            on_one_mesh=on_one_mesh,
         )
 
     def leaves(self, step_s: float) -> bool:
@@ -128,6 +141,8 @@ class Outcomes:
     tried:    micro-batches and pipelines -> what came of them, or why they were not tried.
     useless:  remedies that were tried in vain.
     is_left:  a pipeline was found by tables, and left unsolved.
+    found:    a number of micro-batches -> the plan on one mesh that was made in place of a pipeline
+              of one stage; None if none fits.
     """
 
     task: AutoTask
@@ -136,6 +151,7 @@ class Outcomes:
     tried: dict[str, str] = field(default_factory=dict)
     useless: set[str] = field(default_factory=set)
     is_left: bool = False
+    found: dict[int, PlannedStep | None] = field(default_factory=dict)
 
     def on_one_mesh(
         self, num_micro_batches: int | None = None, cutoff: float = inf
@@ -156,8 +172,16 @@ class Outcomes:
             self.is_left = may_leave and self.task.leaves(step_s)
             return self.is_left
 
+        def on_one_mesh(number: int, step_s: float) -> PlannedStep | None:
+            if number not in self.found:
+                self.found[number] = self.on_one_mesh(number, WORTH_SOLVING * step_s)
+            planned = self.found[number]
+            if planned is None or planned.plan.estimated_step_s > WORTH_SOLVING * step_s:
+                return None
+            return planned
+
         try:
-            return self.task.as_pipeline(leaves)
+            return self.task.as_pipeline(leaves, on_one_mesh)
         except MemoryBudgetError as error:
             self.misfit = self.misfit or error
             self.tried[PIPELINES] = f"tried: {error.problem.splitlines()[0]}"

@@ -11,6 +11,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layering import Layering
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.xla_options import hides_latency
+from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import in_flight_bound
 from autopar.methods import PipeshardParallel
 from autopar.rewrite.split_stacks import Rows, Stacks
@@ -73,6 +74,8 @@ class PipelineTask:
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
     to_the_end: if no pipeline is found in time, search on.
     leaves:    whether a pipeline that promises so many seconds is not worth the time to solve it.
+    on_one_mesh: a plan on one mesh in place of a pipeline of one stage, by its number of
+               micro-batches and the seconds that it promises; None if there is no such plan.
     cuts, graphs: the stages that were cut last, and their graphs.
     equal_graphs: those of all stages, for equal ones.
     """
@@ -88,6 +91,7 @@ class PipelineTask:
     may_recompute: bool = True
     to_the_end: bool = True
     leaves: Callable[[float], bool] = lambda _: False
+    on_one_mesh: Callable[[int, float], PlannedStep | None] = lambda number, step_s: None
     misfits: list[StageMisfit] = field(default_factory=list)
     cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
     graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from autopar.errors import ArgumentError, MemoryBudgetError, SolverError, TraceE
 from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.stages import SearchReport, StageChoice, Submesh
+from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice, Submesh
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoLayers,
@@ -82,9 +82,13 @@ def plan_pipeline(
     *,
     to_the_end: bool = True,
     leaves: Callable[[float], bool] = lambda _: False,
+    on_one_mesh: Callable[[int, float], PlannedStep | None] = lambda number, step_s: None,
 ) -> PlannedStep:
-    """A pipeline as a method asks for it. `to_the_end` and `leaves` as in `PipelineTask`."""
-    task = PipelineTask(method, cluster, log, to_the_end=to_the_end, leaves=leaves)
+    """A pipeline as a method asks for it. `to_the_end`, `leaves` and `on_one_mesh` as in
+    `PipelineTask`."""
+    task = PipelineTask(
+        method, cluster, log, to_the_end=to_the_end, leaves=leaves, on_one_mesh=on_one_mesh
+    )
     with log.limited(method.options):
         return log.stopped(_plan_pipeline(source, task))
 
@@ -442,7 +446,9 @@ def _best_solved(
             continue
         solved.append(specs)
         try:
-            planned = task.log.note(solve_pipeline(task, looped, specs, report))
+            planned = _instead(task, looped, choice) or task.log.note(
+                solve_pipeline(task, looped, specs, report)
+            )
         except MemoryBudgetError as error:
             if until_misfit and best is None:
                 raise
@@ -463,6 +469,18 @@ def _best_solved(
         raise planning_failed(looped.step.name, failures, "no pipeline could be solved")
     task.log.search = replace(report, checked=tuple(checked))
     return replace(best, plan=replace(best.plan, search=task.log.search))
+
+
+def _instead(task: PipelineTask, looped: LoopedStep, choice: PipelineChoice) -> PlannedStep | None:
+    """A plan on one mesh in place of a pipeline of one stage: one program and not two for every
+    micro-batch, and no stage to cut out and solve. None if it recomputes layers where the pipeline
+    need not: short of memory, two programs have it easier."""
+    if len(choice.stages) > 1 or task.log.num_alternatives:
+        return None
+    planned = task.on_one_mesh(looped.step.num_micro_batches, choice.step_s)
+    if planned is None or (planned.plan.remat and not choice.stages[0].remat):
+        return None
+    return planned
 
 
 def _specs(stages: Sequence[StageChoice]) -> list[StageSpec]:

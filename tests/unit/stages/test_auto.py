@@ -175,9 +175,15 @@ def test_on_a_host_that_is_short_of_memory_no_number_of_micro_batches_is_faster(
 def test_a_stage_alone_is_kept_if_one_program_is_slower(
     monkeypatch: pytest.MonkeyPatch, slower: float, is_kept: bool
 ) -> None:
-    """Of a pipeline of one stage and one program on the same mesh, the latter if it is as fast."""
+    """Of a pipeline of one stage and one program on the same mesh, the latter if it is as fast.
+    Then the stage is not solved at all."""
     step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
-    plan_whole = auto_task.plan_whole
+    plan_whole, solve_pipeline = auto_task.plan_whole, plan_pipeline.solve_pipeline
+    solved: list[int] = []
+
+    def solve(task: Any, looped: Any, specs: Any, *report: Any) -> PlannedStep:
+        solved.append(len(specs))
+        return solve_pipeline(task, looped, specs, *report)
 
     def slowed(whole: WholeStep) -> PlannedStep:
         planned = plan_whole(whole)
@@ -185,10 +191,12 @@ def test_a_stage_alone_is_kept_if_one_program_is_slower(
         return replace(planned, plan=replace(planned.plan, estimated_step_s=seconds))
 
     monkeypatch.setattr(auto_task, "plan_whole", slowed)
+    monkeypatch.setattr(plan_pipeline, "solve_pipeline", solve)
     method = autopar.AutoParallel(num_micro_batches=2)
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
     assert plan.num_stages == 1
     assert plan.is_pipeline == is_kept
+    assert (1 in solved) == is_kept
 
 
 def test_the_whole_batch_on_one_mesh_is_worked_out_whatever_tables_say_of_micro_batches(
@@ -420,9 +428,9 @@ def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
     searched: list[bool] = []
     search = auto_task.AutoTask.as_pipeline
 
-    def as_pipeline(task: auto_task.AutoTask, leaves: Any) -> PlannedStep:
+    def as_pipeline(task: auto_task.AutoTask, *asked: Any) -> PlannedStep:
         searched.append(True)
-        return search(task, leaves)
+        return search(task, *asked)
 
     monkeypatch.setattr(auto_task.AutoTask, "as_pipeline", as_pipeline)
     method = autopar.AutoParallel(options=options)
@@ -446,9 +454,9 @@ def test_where_pipelines_have_little_to_gain_one_mesh_comes_first(
     searched: list[bool] = []
     search = auto_task.AutoTask.as_pipeline
 
-    def as_pipeline(task: auto_task.AutoTask, leaves: Any) -> PlannedStep:
+    def as_pipeline(task: auto_task.AutoTask, *asked: Any) -> PlannedStep:
         searched.append(True)
-        return search(task, leaves)
+        return search(task, *asked)
 
     @jax.checkpoint
     def layer(x: Any, weight: Any) -> Any:
