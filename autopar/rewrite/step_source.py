@@ -80,13 +80,13 @@ class StepSource:
         if num_micro_batches not in self._loops:
             whole = self._unrolled
             if num_micro_batches == 1:
-                loop = loop_single_microbatch(whole)
+                loop = _finished(loop_single_microbatch(whole))
             elif whole is self.whole:  # no scans
                 loop = self.with_recomputation((), num_micro_batches)
             else:
                 micro = unroll_scans(self.micro_batch(num_micro_batches))
-                loop = accumulate(whole, micro, num_micro_batches)
-            self._loops[num_micro_batches] = _finished(loop)
+                loop = _finished(accumulate(whole, micro, num_micro_batches))
+            self._loops[num_micro_batches] = loop
         return self._loops[num_micro_batches]
 
     def with_recomputation(self, layers: Sequence[Layer], num_micro_batches: int = 1) -> TracedStep:

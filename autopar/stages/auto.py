@@ -41,7 +41,6 @@ from autopar.stages.auto_task import (
 )
 from autopar.stages.choose_stages import device_budget, loop_graph
 from autopar.stages.looped import batch_rows, first_micro_batches, launch_s
-from autopar.tracer.costs import program_flops
 
 # Stage programs that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6
@@ -402,9 +401,9 @@ def _why_too_slow(task: AutoTask, whole: PlannedStep | None) -> str | None:
     work, and the two start 2 · (n + 1) stage programs one after another."""
     if whole is None:
         return None
-    cluster, step = task.cluster, task.source.whole
-    flops = program_flops(step.program) / cluster.num_devices
-    work_s, each_s = max(min_work_s(cluster, flops), task.log.work_s), launch_s(cluster)
+    cluster = task.cluster
+    work_s = max(min_work_s(cluster, task.flops / cluster.num_devices), task.log.work_s)
+    each_s = launch_s(cluster)
     min_s = work_s + _FEWEST_LAUNCHES * each_s
     has_room = whole.plan.num_micro_batches == 1 and not whole.plan.remat
     if has_room and not whole.plan.solver.unbounded:

@@ -95,10 +95,15 @@ class AutoTask:
         step = self.source.whole
         return sum(aval_bytes(step.avals[i]) for i, _ in step.state)
 
+    @cached_property
+    def flops(self) -> float:
+        """Of the whole batch."""
+        return program_flops(self.source.whole.program)
+
     def as_pipeline(
         self,
         leaves: Callable[[float], bool] = lambda _: False,
-        on_one_mesh: Callable[[int, float], PlannedStep | None] = lambda number, step_s: None,
+        on_one_mesh: Callable[[int, float], PlannedStep | None] | None = None,
     ) -> PlannedStep:
         """`leaves` and `on_one_mesh` as in `PipelineTask`."""
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
@@ -318,7 +323,7 @@ def recomputed_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float
         freed = max(0.0, layer.residual_bytes * _HELD_SHARE - layer.kept_bytes)
         excess -= freed / num_micro_batches / task.cluster.num_devices
         flops += layer.flops if freed else 0.0
-    return work_s * (1 + flops / max(1.0, program_flops(task.source.whole.program)))
+    return work_s * (1 + flops / max(1.0, task.flops))
 
 
 def one_mesh_s(task: AutoTask, num_micro_batches: int, work_s: float) -> float:
@@ -339,8 +344,7 @@ def most_gained(task: AutoTask) -> float:
     number = next((n for n in task.numbers if may_fit(task, n)), None)
     if number is None or task.layers is None:
         return inf
-    flops = program_flops(task.source.whole.program) / task.cluster.num_devices
-    work_s = max(min_work_s(task.cluster, flops), 1e-30)
+    work_s = max(min_work_s(task.cluster, task.flops / task.cluster.num_devices), 1e-30)
     return one_mesh_s(task, number, work_s) / work_s - 1
 
 

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from autopar.errors import MeshError, SolverError, SpecError
 from autopar.ir.stages import LayerTable, StageChoice, Submesh
 from autopar.lower.schedules import in_flight_bound
+from autopar.methods import ShardParallel
+from autopar.sharding.plan_mesh import ShardingTask, cheapest_peak, mesh_problem
 from autopar.stages.choose_stages import StageSearch, search_within
 from autopar.stages.looped import LoopedStep, StageSpec
 from autopar.stages.pipeline_task import PipelineTask
@@ -79,6 +81,8 @@ def _excess(task: PipelineTask, looped: LoopedStep, search: StageSearch) -> dict
             fullest[stage.submesh] = k
     if not fullest:
         return {}
+    if task.is_one_program(stages) and not stages[0].remat:
+        return _excess_of_one_program(task, looped, stages[0], search)
     specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in stages]
     sliced = task.sliced(looped, specs)
     number = looped.step.num_micro_batches
@@ -97,6 +101,22 @@ def _excess(task: PipelineTask, looped: LoopedStep, search: StageSearch) -> dict
         if expected:
             excess[submesh] = peak / expected
     return excess
+
+
+def _excess_of_one_program(
+    task: PipelineTask, looped: LoopedStep, stage: StageChoice, search: StageSearch
+) -> dict[Submesh, float]:
+    """The same of a stage that will be one program: the step whose graph tables were made of."""
+    step, options = looped.step, task.method.options
+    number = step.num_micro_batches
+    method = ShardParallel(stage.mesh_shape, num_micro_batches=number, options=options)
+    try:
+        problem = mesh_problem(ShardingTask(step, task.cluster, method), task.log)
+        peak = cheapest_peak(problem, task.log)
+    except (MeshError, SolverError, SpecError):
+        return {}
+    expected = _table_peak(stage, search.plain, 1)
+    return {stage.submesh: peak / expected} if expected else {}
 
 
 def _table_peak(

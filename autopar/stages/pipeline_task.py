@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from autopar.ir.graph import Graph
 from autopar.ir.layering import Layering
 from autopar.ir.mesh import ClusterSpec
+from autopar.ir.stages import StageChoice
 from autopar.ir.xla_options import hides_latency
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import in_flight_bound
@@ -75,7 +76,7 @@ class PipelineTask:
     to_the_end: if no pipeline is found in time, search on.
     leaves:    whether a pipeline that promises so many seconds is not worth the time to solve it.
     on_one_mesh: a plan on one mesh in place of a pipeline of one stage, by its number of
-               micro-batches and the seconds that it promises; None if there is no such plan.
+               micro-batches and the seconds that it promises; None if all stages are to be solved.
     cuts, graphs: the stages that were cut last, and their graphs.
     equal_graphs: those of all stages, for equal ones.
     """
@@ -91,7 +92,7 @@ class PipelineTask:
     may_recompute: bool = True
     to_the_end: bool = True
     leaves: Callable[[float], bool] = lambda _: False
-    on_one_mesh: Callable[[int, float], PlannedStep | None] = lambda number, step_s: None
+    on_one_mesh: Callable[[int, float], PlannedStep | None] | None = None
     misfits: list[StageMisfit] = field(default_factory=list)
     cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
     graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)
@@ -100,6 +101,11 @@ class PipelineTask:
     @property
     def owners(self) -> Mapping[int, int] | None:
         return None if self.placement is None else self.placement.owners
+
+    def is_one_program(self, stages: Sequence[StageChoice]) -> bool:
+        """Whether a plan on one mesh may take the place of these stages."""
+        is_asked = self.on_one_mesh is not None and not self.log.num_alternatives
+        return is_asked and len(stages) == 1
 
     def cannot_fit(self, specs: Sequence[StageSpec], num_micro_batches: int) -> bool:
         """Whether one of these stages has what did not fit before."""

@@ -82,7 +82,7 @@ def plan_pipeline(
     *,
     to_the_end: bool = True,
     leaves: Callable[[float], bool] = lambda _: False,
-    on_one_mesh: Callable[[int, float], PlannedStep | None] = lambda number, step_s: None,
+    on_one_mesh: Callable[[int, float], PlannedStep | None] | None = None,
 ) -> PlannedStep:
     """A pipeline as a method asks for it. `to_the_end`, `leaves` and `on_one_mesh` as in
     `PipelineTask`."""
@@ -475,7 +475,7 @@ def _instead(task: PipelineTask, looped: LoopedStep, choice: PipelineChoice) -> 
     """A plan on one mesh in place of a pipeline of one stage: one program and not two for every
     micro-batch, and no stage to cut out and solve. None if it recomputes layers where the pipeline
     need not: short of memory, two programs have it easier."""
-    if len(choice.stages) > 1 or task.log.num_alternatives:
+    if task.on_one_mesh is None or not task.is_one_program(choice.stages):
         return None
     planned = task.on_one_mesh(looped.step.num_micro_batches, choice.step_s)
     if planned is None or (planned.plan.remat and not choice.stages[0].remat):
