@@ -173,11 +173,17 @@ class Fusion:
             if self._is_fused_stack(node):
                 self._fused_stacks.update(node.results)
                 is_unfused = False
+            reader = ValueReader(index, is_unfused)
+            is_scatter = _is_scatter(node)
+            if not is_scatter and index not in self._scatters and index not in self.epilogues:
+                for value in node.operands:
+                    readers.setdefault(value, []).append(reader)
+                continue
             for position, value in enumerate(node.operands):
                 unfused = is_unfused or self._is_added(index, value)
                 if position == 0 and index in self._scatters:
                     unfused = False
-                if position > 0 and self._fuses_updates and _is_scatter(node):
+                if position > 0 and self._fuses_updates and is_scatter:
                     unfused = False
                 readers.setdefault(value, []).append(ValueReader(index, unfused))
 
@@ -257,8 +263,7 @@ class Fusion:
             return False
         if value in flow.zeros and flow.type_of(value) in self._zero_types:
             return any(flow.zeros.isdisjoint(flow.nodes[r.node].results) for r in readers)
-        fused = [r for r in readers if not r.unfused]
-        if len(fused) < len(readers):
+        if any([reader.unfused for reader in readers]):
             return True
         if node.name in _READS_MEMORY and value not in self._fused_stacks:
             return True
@@ -266,7 +271,7 @@ class Fusion:
             return True
         # Recompute it in each reader, or write it once and read it back?
         elements = prod(flow.values[value].shape)
-        count = sum(self._times_computed(node, elements) for node in {r.node for r in fused})
+        count = sum([self._times_computed(i, elements) for i in {r.node for r in readers}])
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
             count = max(count, _CROSSING_READERS)
         if count == 1:

@@ -130,6 +130,9 @@ class _Kernels:
             for operand in () if self.views[index] else node.operands:
                 self.users.setdefault(self.source[operand], []).append(index)
         self.folded = self.folded_values()
+        inputs = (v for node in nodes if node.kind is NodeKind.INPUT for v in node.results)
+        self.sources = self.written.union(inputs)  # what kernels read from memory
+        self.along_rows = [self.sums_along_rows(node) for node in nodes]
         self.parts: dict[int, _OpTraffic] = {}
         self.kernels: list[_Kernel] = []
         self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
@@ -162,9 +165,6 @@ class _Kernels:
             if node.kind is NodeKind.OP and folded.issuperset(node.operands):
                 folded.update(v for v in node.results if self.elements[v] <= _SMALL)
         return folded
-
-    def is_source(self, value: int) -> bool:
-        return value in self.written or self.nodes[self.producer[value]].kind is NodeKind.INPUT
 
     def traffic(self) -> list[Traffic | None]:
         for index, node in enumerate(self.nodes):
@@ -216,7 +216,7 @@ class _Kernels:
             for operand in self.nodes[frontier.pop()].operands:
                 value = self.source[operand]
                 maker = self.producer[value]
-                if self.is_source(value):
+                if value in self.sources:
                     sources.add(value)
                 elif maker not in members and self.nodes[maker].kind is NodeKind.OP:
                     members.add(maker)
@@ -237,8 +237,8 @@ class _Kernels:
                 makers.append(writer)
         candidates += makers
         # The one that shares most with the root; of equal ones, the last.
-        shared = {id(k): len(k.sources & sources) + (k in makers) for k in candidates}
-        for kernel in sorted(reversed(candidates), key=lambda k: -shared[id(k)]):
+        shared = {k: len(k.sources & sources) + (k in makers) for k in candidates}
+        for kernel in sorted(reversed(candidates), key=lambda k: -shared[k]):
             matches = kernel.may_grow and kernel.region == node.region and kernel.size == size
             if matches and not self.waits(node, sources, kernel, joins):
                 return kernel
@@ -261,7 +261,7 @@ class _Kernels:
                     return True
             elif writer is not None:
                 frontier.append(writer)
-        seen = set(map(id, frontier))
+        seen = set(frontier)
         while frontier:
             earlier = frontier.pop()
             if earlier is kernel or len(seen) > _MAX_BETWEEN:
@@ -270,8 +270,8 @@ class _Kernels:
                 continue
             for value in earlier.sources:
                 writer = self.writer.get(value)
-                if writer is not None and id(writer) not in seen:
-                    seen.add(id(writer))
+                if writer is not None and writer not in seen:
+                    seen.add(writer)
                     frontier.append(writer)
         return False
 
@@ -286,10 +286,12 @@ class _Kernels:
     # -- which op is charged
 
     def part(self, index: int) -> _OpTraffic:
-        if index not in self.parts:
+        part = self.parts.get(index)
+        if part is None:
             node = self.nodes[index]
-            self.parts[index] = _OpTraffic([0.0] * (len(node.operands) + len(node.results)))
-        return self.parts[index]
+            part = _OpTraffic([0.0] * (len(node.operands) + len(node.results)))
+            self.parts[index] = part
+        return part
 
     def charge(self, kernel: _Kernel) -> None:
         first = self.nodes[kernel.first]
@@ -306,7 +308,7 @@ class _Kernels:
             node, part = self.nodes[index], self.part(index)
             for position, operand in enumerate(node.operands):
                 value = self.source[operand]
-                if value not in seen and value not in made and self.is_source(value):
+                if value in self.sources and value not in seen and value not in made:
                     seen.add(value)
                     size = self.read_bytes(node, position, operand)
                     moved += self.add(part, position, size, stream)
@@ -348,12 +350,12 @@ class _Kernels:
         elsewhere: dict[int, float] = {}
         found: dict[int, float] = {}
         # A sum along rows keeps them in a tile, with what is spread along them.
-        is_tiled = any(self.sums_along_rows(self.nodes[index]) for index in kernel.members)
+        is_tiled = any(self.along_rows[index] for index in kernel.members)
         for index in sorted(kernel.members, reverse=True):
             node = self.nodes[index]
-            times = max(
-                (here.get(v, 0.0) + elsewhere.get(v, 0.0) for v in node.results), default=0.0
-            )
+            times = 0.0
+            for value in node.results:
+                times = max(times, here.get(value, 0.0) + elsewhere.get(value, 0.0))
             if not times or self.views[index] or self.folded.issuperset(node.results):
                 continue
             if node.name in UNFUSED and node.name not in _LANE_OPS:
@@ -365,19 +367,19 @@ class _Kernels:
                 reads = max(1.0, self.elements[node.operands[0]] / max(times, 1.0))
             is_by_constant = node.name == "div" and len(node.operands) < 2
             count = times * reads * (1.0 if is_by_constant else _LANE_OPS.get(node.name, 1.0))
+            spreads = node.name == "broadcast_in_dim"
+            may_move = not is_tiled if spreads else node.name in _MOVES
             for operand in node.operands:
                 value, elements = self.source[operand], self.elements[operand]
-                needed = times * reads
-                if is_tiled and node.name == "broadcast_in_dim":
-                    needed = min(needed, float(elements))
-                if node.name in _PARTS:
-                    needed *= min(1.0, elements / max(self.elements[node.results[0]], 1))
-                moves = elements > 1 and (
-                    node.name in _MOVES or (node.name == "broadcast_in_dim" and not is_tiled)
-                )
                 if value in self.folded:
                     continue
-                if self.is_source(value) and value not in made:
+                needed = times * reads
+                if is_tiled and spreads:
+                    needed = min(needed, float(elements))
+                elif node.name in _PARTS:
+                    needed *= min(1.0, elements / max(self.elements[node.results[0]], 1))
+                moves = may_move and elements > 1
+                if value in self.sources and value not in made:
                     count += (_LOAD_ELSEWHERE if moves else _LOAD) * needed
                 elif moves:
                     elsewhere[value] = elsewhere.get(value, 0.0) + needed

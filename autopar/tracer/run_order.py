@@ -23,13 +23,18 @@ def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> 
     times: list[int] = []
     for index, node in enumerate(nodes):
         time = late.get(index, index)
-        earlier = [i for i in (producer[v] for v in node.operands) if i < index]
-        if late and node.kind is not NodeKind.MERGE:
-            # What reads a late product waits for it.
-            time = max([time, *(times[i] for i in earlier)])
         if node.region == UPDATE and node.kind in (NodeKind.OP, NodeKind.FINISH):
-            made = [i for i in earlier if nodes[i].kind is not NodeKind.INPUT]
-            time = max((times[i] for i in made), default=0)
+            time = 0
+            for value in node.operands:
+                i = producer[value]
+                if i < index and nodes[i].kind is not NodeKind.INPUT:
+                    time = max(time, times[i])
+        elif late and node.kind is not NodeKind.MERGE:
+            # What reads a late product waits for it.
+            for value in node.operands:
+                i = producer[value]
+                if i < index:
+                    time = max(time, times[i])
         times.append(time)
     zeros = frozenset(zeros)
     when_needed = [
