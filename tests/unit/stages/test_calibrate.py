@@ -57,6 +57,19 @@ def test_a_stage_alone_takes_about_what_tables_say(found, monkeypatch) -> None:
     assert all(0.3 < e < 3 for e in calibrate._excess(task, looped, search).values())
 
 
+def test_a_stage_that_becomes_one_program_is_not_cut_out(found, monkeypatch) -> None:
+    """The graph that tables were made of tells its memory."""
+    task, looped, search = found
+    alone = next(c for c in (search.choice, *search.report.best) if len(c.stages) == 1)
+    search = replace(search, choice=alone)
+    monkeypatch.setattr(calibrate, "FULL", 0.0)
+    expected = calibrate._excess(task, looped, search)
+    monkeypatch.setattr(calibrate, "unbounded_peak", lambda *_: pytest.fail("was cut out"))
+    asked = replace(task, on_one_mesh=lambda number, step_s: None)
+    (excess,) = calibrate._excess(asked, looped, search).values()
+    assert excess == pytest.approx(*expected.values(), rel=0.5)
+
+
 def test_stages_far_from_full_are_not_solved(found, monkeypatch) -> None:
     task, looped, search = found
     monkeypatch.setattr(calibrate, "unbounded_peak", lambda *_: pytest.fail("was solved"))
