@@ -30,13 +30,11 @@ from autopar.tracer.copy_equations import needed_equations
 def derive_micro_batch(
     whole: TracedStep, leaves: Sequence[jax.ShapeDtypeStruct]
 ) -> TracedStep | None:
-    """The step as a trace with these leaves would give it; None if that cannot be derived.
-
-    A single row is left to a trace, which makes a shorter program of it."""
+    """The step as a trace with these leaves would give it; None if that cannot be derived."""
     rows = {whole.avals[i].shape[0] for i in whole.batch if whole.avals[i].shape}
     parts = {leaves[i].shape[0] for i in whole.batch if leaves[i].shape}
     has_bodies = any(equation.bodies for equation in whole.program.equations)
-    if len(rows) != 1 or len(parts) != 1 or 1 in parts or has_bodies:
+    if len(rows) != 1 or len(parts) != 1 or has_bodies:
         return None
     num = rows.pop() // parts.pop()
     dims = _row_dims(whole, num)

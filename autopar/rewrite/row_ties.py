@@ -19,11 +19,12 @@ _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
     "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
-    "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor", _jax.CONSTRAIN,
+    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2",
+    "logistic", "lt", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
+    "one_minus_square", "or", "population_count", "pow", "real", "reduce_precision", "rem",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    _jax.CONSTRAIN,
 }  # fmt: skip
 _REDUCTIONS = (
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
@@ -240,8 +241,12 @@ def _concatenate(ties: RowTies, equation: Equation) -> None:
     _same_places(ties, equation, (equation.params["dimension"],))
 
 
-def _split(ties: RowTies, equation: Equation) -> None:
-    _same_places(ties, equation, (equation.params["axis"],))
+def _fft(ties: RowTies, equation: Equation) -> None:
+    (operand,), (result,) = equation.operands, equation.results
+    transformed = len(equation.params["fft_lengths"])
+    for dim in range(ties.rank(result)):
+        free = dim < ties.rank(result) - transformed
+        ties.tie_or_fix(free, (operand, dim), (result, dim))
 
 
 def _along_axis(ties: RowTies, equation: Equation) -> None:
@@ -356,8 +361,9 @@ _RULES: dict[str, Callable[[RowTies, Equation], None]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "concatenate": _concatenate,
-    "split": _split,
+    "fft": _fft,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along_axis),
+    "top_k": _along_axis,
     "rev": _reverse,
     "sort": _sort,
     "slice": _slice,

@@ -137,7 +137,8 @@ class _Unroller:
         self.writer = ProgramWriter()
         self.env: Env = {}
         self.trip_slices: dict[int, list[Operand]] = {}  # stack -> the slice each trip made
-        self.stacked: dict[int, list[Operand]] = {}  # stack -> the slices the user stacked
+        self.rows: dict[int, Operand] = {}  # array with one row -> that row
+        self.stacked: dict[int, list[Operand]] = {}  # stack -> the rows the user stacked
         self.slices: dict[tuple[int, int], Operand] = {}  # (stack, trip)
         self.spread: dict[tuple[int, str], int] = {}  # (value, name of the trip)
         self.broadcasts = {
@@ -146,7 +147,7 @@ class _Unroller:
         self.stacks = {stack for index in chosen for stack in _stacks(program.equations[index])}
         self.read_whole = set(program.output_values)
         for index, equation in enumerate(program.equations):
-            if self.unstacked(equation) is not None:
+            if self.trip_of(equation) is not None:
                 continue
             operands = equation.operands
             if index in chosen:
@@ -154,12 +155,13 @@ class _Unroller:
                 operands = (*parts.consts, *parts.carry)
             self.read_whole.update(values_in(operands))
 
-    def unstacked(self, equation: Equation) -> int | None:
-        """The stack of an unrolled scan, if the equation takes it apart into its slices."""
-        if equation.name != "unstack" or equation.params["axis"] != 0:
+    def trip_of(self, equation: Equation) -> tuple[int, int] | None:
+        """The stack of an unrolled scan and the trip, if the equation takes that trip's slice."""
+        if equation.name != "slice" or equation.operands[0] not in self.stacks:
             return None
-        (stack,) = equation.operands
-        return stack if isinstance(stack, int) and stack in self.stacks else None
+        (stack,) = equation.inputs
+        (_, *rest), aval = self.program.avals[stack].shape, self.program.avals[equation.results[0]]
+        return (stack, equation.params["start_indices"][0]) if aval.shape == (1, *rest) else None
 
     def enlarges(self, equation: Equation) -> bool:
         """Whether it has operands, and a result larger than all of them."""
@@ -179,15 +181,38 @@ class _Unroller:
         for index, equation in enumerate(program.equations):
             if index in self.chosen:
                 self.scan(equation, self.chosen[index])
-            elif (stack := self.unstacked(equation)) is not None:
-                self.env.update(zip(equation.results, self.trip_slices[stack], strict=True))
-            else:
+            elif (taken := self.trip_of(equation)) is not None:
+                row = self.trip_slices[taken[0]][taken[1]]
+                self.env[equation.results[0]] = writer.emit(_one_row, [row], equation)
+                self.rows[equation.results[0]] = row
+            elif not self.unwrap(equation):
                 writer.copy(equation, program.avals, self.env)
-            if equation.name == "stack" and equation.params["axis"] == 0:
-                self.stacked[equation.results[0]] = [self.outside(o) for o in equation.operands]
+                self.note_rows(equation)
         outputs = [self.outside(o) for o in program.outputs]
         writer.equations = list(live_equations(writer.equations, outputs))
         return writer.program(inputs, outputs)
+
+    def unwrap(self, equation: Equation) -> bool:
+        """Whether the equation's result is the only row of an array that had been a row before."""
+        if equation.name != "squeeze" or equation.params["dimensions"] != (0,):
+            return False
+        (array,) = equation.operands
+        if not isinstance(array, int) or array not in self.rows:
+            return False
+        self.env[equation.results[0]] = self.rows[array]
+        return True
+
+    def note_rows(self, equation: Equation) -> None:
+        """Note an array of one row, and one that the user joined from such."""
+        operands, results = equation.operands, equation.results
+        if equation.name == "broadcast_in_dim" and equation.inputs:
+            shape = self.program.avals[equation.inputs[0]].shape
+            if equation.params["shape"] == (1, *shape):
+                self.rows[results[0]] = self.outside(operands[0])
+        elif equation.name == "concatenate" and equation.params["dimension"] == 0:
+            rows = [self.rows[o] for o in operands if isinstance(o, int) and o in self.rows]
+            if len(rows) == len(operands):
+                self.stacked[results[0]] = rows
 
     def outside(self, operand: Operand) -> Operand:
         return self.env[operand] if isinstance(operand, int) else operand
@@ -311,4 +336,8 @@ def _index(stack: Array, *, index: int) -> Array:
 
 
 def _stacked(*slices: Array) -> Array:
-    return lax.concatenate([lax.expand_dims(array, (0,)) for array in slices], 0)
+    return lax.concatenate([_one_row(array) for array in slices], 0)
+
+
+def _one_row(row: Array) -> Array:
+    return lax.expand_dims(row, (0,))

@@ -1,6 +1,7 @@
 """From a jaxpr to a `Program`: jit, custom derivatives and checkpoint inlined; loops keep bodies.
 
 Inlining substitutes values and evaluates nothing, so it costs far less than tracing again.
+Equations that simpler ones can write become those (`tracer.simpler_equations`).
 `jax.checkpoint` keeps the barrier that JAX would put in front of a rematerialised region. Marks of
 layer boundaries become no equations: each equation knows the marks before it, and only
 `rewrite.layer_boundaries` reads them.
@@ -15,6 +16,7 @@ from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.program import LOOPS, Constant, Equation, Operand, Program, source_line
+from autopar.tracer.simpler_equations import is_simple, simpler_jaxpr
 
 
 def flatten_jaxpr(closed_jaxpr: Any) -> Program:
@@ -111,9 +113,12 @@ class _Flattener:
         outer: _Scope,
         equations: list[Equation],
         captured: list[tuple[int, Any]],
+        written: _jax.JaxprEqn | None = None,
     ) -> None:
+        """Append the jaxpr's equations, at the user's line if `written` is what the user wrote."""
+        read = frozenset() if all(map(is_simple, jaxpr.eqns)) else _read_in(jaxpr)
         for eqn in jaxpr.eqns:
-            source_info = eqn.source_info
+            source_info = (written or eqn).source_info
             scope = outer.below(source_info.name_stack)
             operands = [self.read(atom, env, captured) for atom in eqn.invars]
             if eqn.primitive.name == _jax.LAYER_BOUNDARY:
@@ -131,6 +136,14 @@ class _Flattener:
                 for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
                     env[var] = self.read(atom, inner_env, captured)
                 continue
+            if not is_simple(eqn):
+                kept = [i for i, var in enumerate(eqn.outvars) if var in read]
+                inner, _ = _jax.open_jaxpr(simpler_jaxpr(eqn, kept))
+                inner_env = dict(zip(inner.invars, operands, strict=True))
+                self.inline(inner, inner_env, outer, equations, captured, written=eqn)
+                for i, atom in zip(kept, inner.outvars, strict=True):
+                    env[eqn.outvars[i]] = self.read(atom, inner_env, captured)
+                continue
             results = tuple(self.new_value(var.aval) for var in eqn.outvars)
             env.update(zip(eqn.outvars, results, strict=True))
             bodies, inner_marks = self.bodies(eqn, scope)
@@ -143,7 +156,7 @@ class _Flattener:
                     scope=scope.text,
                     name_stack=scope.name_stack,
                     source_info=source_info,
-                    context=eqn.ctx,
+                    context=(written or eqn).ctx,
                     callers=scope.callers,
                     has_effect=_jax.has_effect(eqn),
                     bodies=bodies,
@@ -203,6 +216,12 @@ class _Flattener:
             )
         )
         return [results.get(i, o) for i, o in enumerate(operands)]
+
+
+def _read_in(jaxpr: Any) -> frozenset[Any]:
+    """The variables that the jaxpr returns or one of its equations reads."""
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    return frozenset(atom for atom in atoms if not isinstance(atom, _jax.Literal))
 
 
 def _loop_bodies(eqn: _jax.JaxprEqn) -> tuple[Any, ...]:

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.errors import TraceError
 from autopar.ir.program import Constant, Operand, Program
 from autopar.rewrite.accumulate import micro_batch_leaves
 from autopar.rewrite.align import align
 from autopar.rewrite.micro_batch_trace import derive_micro_batch
 from autopar.tracer.trace_step import trace_step
 from examples.models import build
+from tests.unit.tracer.test_flatten import evaluate
 
 W = jax.ShapeDtypeStruct((6, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((16, 6), jnp.float32)
@@ -111,6 +113,12 @@ STEPS = {
     "dropout": lambda w, x: dropped(x) @ w,
     "recomputed": jax.grad(lambda w, x: jnp.sum(jax.checkpoint(jnp.tanh)(x @ w))),
     "gradient": jax.grad(lambda w, x: jnp.mean(jax.nn.relu(x @ w))),
+    "features split": lambda w, x: sum(jnp.split(x @ w, 2, 1)),
+    "features one by one": lambda w, x: sum(column**2 for column in (x @ w).T),
+    "features stacked": lambda w, x: jnp.stack([x @ w, x @ w**2], 1),
+    "features repeated": lambda w, x: jnp.tile(x @ w, (1, 3)),
+    "the largest features": lambda w, x: jax.lax.top_k(x @ w, 2)[0],
+    "frequencies": lambda w, x: jnp.abs(jnp.fft.rfft(x @ w)),
 }
 
 
@@ -150,6 +158,20 @@ def test_steps_in_which_the_places_of_rows_matter_are_traced(name: str) -> None:
     assert derive_micro_batch(whole, micro_batch_leaves(whole, 4)) is None
 
 
-def test_a_single_row_is_traced() -> None:
-    whole = trace_step(lambda w, x: x @ w, (W, X))
-    assert derive_micro_batch(whole, micro_batch_leaves(whole, 16)) is None
+def test_a_single_row_is_derived_where_its_trace_is_another_program() -> None:
+    def picked(w: Any, x: Any) -> Any:
+        logits = x @ w
+        return jnp.take_along_axis(logits, jnp.argmax(logits, 1)[:, None], 1) ** 2
+
+    whole = trace_step(picked, (W, X))
+    leaves = micro_batch_leaves(whole, 16)
+    part_args, kwargs = whole.call.rebuild(leaves)
+    traced = trace_step(picked, part_args, kwargs, batch=whole.batch)
+    with pytest.raises(TraceError, match="depends on the batch size"):
+        align(whole.program, traced.program, whole.name)
+    derived = derive_micro_batch(whole, leaves)
+    assert derived is not None
+    w = jax.random.normal(jax.random.key(0), W.shape)
+    row = jax.random.normal(jax.random.key(1), (1, 6))
+    (made,) = evaluate(derived.program, w, row)
+    assert jnp.array_equal(made, picked(w, row))

@@ -171,3 +171,18 @@ def test_literal_and_repeated_outputs() -> None:
     one, first, second, three = evaluate(program, X)
     assert (one, three) == (1.0, 3)
     assert first is second
+
+
+def test_arrays_taken_apart_and_put_together_become_slices_and_concatenations() -> None:
+    def step(x: Any) -> Any:
+        first, _, third = jnp.split(x, 3, 1)
+        rows = [row * 2 for row in x]
+        return jnp.stack(rows, 1), jnp.tile(first + third, (2, 3)), jnp.unstack(x, axis=1)[2]
+
+    x = jnp.arange(12.0).reshape(2, 6)
+    program = flatten_jaxpr(jax.make_jaxpr(step)(x))
+    assert not {"split", "stack", "unstack", "tile"} & set(names(program))
+    assert all(e.source_line.startswith(__file__) for e in program.equations)
+    assert names(program).count("slice") == 5  # the middle of the split is read by nobody
+    for got, expected in zip(evaluate(program, x), jax.tree.leaves(step(x)), strict=True):
+        assert jnp.array_equal(got, expected)
