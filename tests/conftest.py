@@ -11,6 +11,7 @@ The others of that test or module are marked `ci`, or `slow` if named by `slow=(
 
 JAX reads its environment variables once, so they are set here, before any test module imports it.
 Plans are made, not read: the plan cache is off, and its own tests turn it on in folders of theirs.
+They are made by one process: tests run side by side already.
 """
 
 import gc
@@ -23,6 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["AUTOPAR_CACHE_DIR"] = ""
+os.environ["AUTOPAR_PLANNING_PROCESSES"] = "1"
 if not os.environ.get("AUTOPAR_TEST_GPU"):
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compile time matters more than run time.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -156,18 +157,16 @@ def solver_constraints(
 def _rows_along(axes: Sequence[str], mesh: LogicalMesh) -> StrategyFilter:
     """No other axis splits the rows of the batch, in any node: not those of activations either,
     though the split would cost nothing."""
-    others = [a for a, name in enumerate(mesh.axis_names) if name not in axes]
+    others = tuple(a for a, name in enumerate(mesh.axis_names) if name not in axes)
+    return partial(_rows_not_along, others)
 
-    def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
-        every = list(range(len(strategies)))
-        if node.batch_factor is None:
-            return every
-        kept = [
-            i for i in every if all(strategies[i].factors[a] != node.batch_factor for a in others)
-        ]
-        return kept or every
 
-    return keep
+def _rows_not_along(axes: Sequence[int], node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
+    every = list(range(len(strategies)))
+    if node.batch_factor is None:
+        return every
+    kept = [i for i in every if all(strategies[i].factors[a] != node.batch_factor for a in axes)]
+    return kept or every
 
 
 def _manual_specs(

@@ -17,6 +17,7 @@ from autopar.methods import ShardingOptions
 from autopar.progress import Best, Progress, logged, showing
 from autopar.sharding.deadline import Deadline, interrupts_end
 from autopar.sharding.memory_limits import MemoryByRows
+from autopar.sharding.planning_processes import PlanningProcesses
 from autopar.tracer.known_graphs import KnownGraphs
 
 # What a pass is called on the terminal, where its name does not say it.
@@ -51,6 +52,7 @@ class PlanningLog:
     memory:          what the step takes in micro-batches, by their number; None if unknown.
     axis_costs:      size of a mesh's last axis, 1 for meshes of one axis -> what the step costs on
                      submeshes of such a shape, relative to the best; empty if unknown.
+    processes:       that share the work, while there is a limit; None outside of it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class PlanningLog:
     graphs: KnownGraphs = field(default_factory=KnownGraphs)
     memory: MemoryByRows | None = None
     axis_costs: dict[int, float] = field(default_factory=dict)
+    processes: PlanningProcesses | None = None
 
     @contextmanager
     def limited(self, options: ShardingOptions) -> Iterator[None]:
@@ -82,6 +85,7 @@ class PlanningLog:
         with (
             interrupts_end(self.deadline) if keeps_best else nullcontext(),
             showing(self.best),
+            PlanningProcesses() as self.processes,
         ):
             yield
 

@@ -36,7 +36,7 @@ from autopar.sharding.memory_budget import corrected, memory_budget, state_floor
 from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
-from autopar.stages.layer_tables import PRICES, node_places, stage_tables
+from autopar.stages.layer_tables import PRICES, mesh_shapes, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
 from autopar.stages.micro_batches import (
     candidate_micro_batches,
@@ -61,6 +61,8 @@ _SEARCH = 0.25
 WORTH_ANOTHER = 0.06
 # Micro-batches of fewer rows than a host has devices must promise this much: tables know little.
 WORTH_FEW_ROWS = 0.2
+# What the tables of one mesh take, about: equal layers are solved once.
+_SECONDS_PER_EQUATION, _MOST_DIFFERENT = 1e-3, 1500
 SLOW = 1.6  # step time over ideal compute time (recomputing everything costs a third)
 FULL = 0.8  # share of the budget from which on a stage is full
 
@@ -114,6 +116,11 @@ def choose_stages(
     step = looped.step
     if splits_stacks and looped.stack_rows:
         step = stacks_by_layer(looped).step
+    if log.processes is not None:  # they import what they need while the graph is built
+        num_meshes = sum(len(mesh_shapes(submesh)) for submesh in submeshes)
+        num_different = min(_MOST_DIFFERENT, step.program.num_equations())
+        expected_s = _SECONDS_PER_EQUATION * num_meshes * num_different
+        log.processes.start(TableBench.__module__, expected_s)
     maker = _table_maker(looped, step, method.options, cluster, log)
     all_of_it = _setting(looped, method, cluster)
     setting = within_less(all_of_it, excess or {})

@@ -17,7 +17,6 @@ are recomputed. Dominated tables of a submesh are dropped.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, log2, prod
@@ -35,12 +34,13 @@ from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.planning_processes import SharedJobs
 from autopar.sharding.problem import (
     Allowed,
     StrategyFilter,
 )
 from autopar.sharding.solve import GraphSharding
-from autopar.stages.table_bench import Pricer, TableBench
+from autopar.stages.table_bench import MadeTables, Pricer, TableBench, TableJob
 
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
@@ -82,35 +82,108 @@ def stage_tables(
     late:         takes the submeshes for which there was no time; one is made at least.
     """
     log = log or PlanningLog()
-    bench = bench or TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
-    made: dict[Submesh, dict[tuple[int, ...], list[LayerTable]]] = {}
-    refused: list[AutoparError] = []
-    failures: list[Failure] = []
-    deadline, took_s = log.deadline.part(_tables_share(log.deadline)), 0.0
+    bench = bench or TableBench(graph, places, num_micro_batches, fold, solver)
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
+
+    def job(submesh: Submesh, shape: tuple[int, ...], limit_s: float) -> TableJob:
+        mesh = _mesh(cluster, submesh, shape, forbidden)
+        asked = constraints(mesh) if constraints else ({}, None)
+        kept, known = _in_flight(num_micro_batches, submesh, cluster), bench.known.get
+        return TableJob(
+            submesh, mesh, *asked, prices, kept, remat, limit_s, known((submesh, shape))
+        )
+
+    near_even = sorted(submeshes, key=lambda s: _from_even(s, cluster, places))
     with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
-        near_even = sorted(submeshes, key=lambda s: _from_even(s, cluster, places))
-        for submesh, shape in _promising_first(near_even, shapes_of, bench):
-            if made and not deadline.allows(took_s):
-                _leave_out(submesh, shape, made, late, deadline)
+        work = _TableWork(bench, near_even, shapes_of, job, time_limit_s, log, progress, late)
+        work.run()
+    if not work.made and (work.failures or work.refused):
+        raise _no_tables(work.failures, work.refused)
+    return [t for s in submeshes for t in _of_submesh(work.made.get(s, {}), shapes_of[s])]
+
+
+class _TableWork:
+    """The meshes of all submeshes, solved here and by the planning processes there are. What is
+    made does not depend on who makes it, nor on when, unless time is short."""
+
+    def __init__(
+        self,
+        bench: TableBench,
+        submeshes: Sequence[Submesh],
+        shapes_of: Mapping[Submesh, Sequence[tuple[int, ...]]],
+        job: Callable[[Submesh, tuple[int, ...], float], TableJob],
+        time_limit_s: float,
+        log: PlanningLog,
+        progress: Progress,
+        late: list[Submesh] | None,
+    ) -> None:
+        self.bench, self.log, self.progress, self.late = bench, log, progress, late
+        self.submeshes, self.shapes_of = submeshes, shapes_of
+        self.job, self.time_limit_s = job, time_limit_s
+        self.deadline, self.took_s = log.deadline.part(_tables_share(log.deadline)), 0.0
+        self.order = [(s, shape) for s in submeshes for shape in shapes_of[s]]
+        self.made: dict[Submesh, dict[tuple[int, ...], list[LayerTable]]] = {}
+        self.device_s: dict[int, float] = {}  # position in `order` -> of that mesh
+        self.under_way: set[tuple[Submesh, tuple[int, ...]]] = set()
+        self.refused: list[AutoparError] = []
+        self.failures: list[Failure] = []
+
+    def run(self) -> None:
+        work = SharedJobs(
+            self.jobs(),
+            self.admits_again,
+            self.done,
+            self.failed,
+            hurry=lambda: not self.deadline.allows(),
+        )
+        work.run(self.log.processes, self.bench, "make")
+        if self.device_s and not self.bench.device_s:
+            self.bench.device_s = self.device_s[min(self.device_s)]
+
+    def jobs(self) -> Iterator[TableJob]:
+        for submesh, shape in _promising_first(self.submeshes, self.shapes_of, self.bench):
+            if not self.has_time_for(submesh, shape):
                 continue
-            started = time.monotonic()
-            bench.time_limit_s = deadline.seconds(time_limit_s, share=0.3, least_s=1.0)
-            kept = _in_flight(num_micro_batches, submesh, cluster)
+            limit_s = self.deadline.seconds(self.time_limit_s, share=0.3, least_s=1.0)
             try:
-                mesh = _mesh(cluster, submesh, shape, forbidden)
-                asked = constraints(mesh) if constraints else ({}, None)
-                new = bench.tables(submesh, mesh, *asked, prices, kept, remat)
-                made.setdefault(submesh, {})[shape] = list(new)
-            except (MeshError, SolverError, SpecError) as error:
-                refused.append(error)
+                job = self.job(submesh, shape, limit_s)
             except Exception as error:
-                failures += log.contain(f"mesh {shape} of a {submesh} submesh", error)
-            took_s = time.monotonic() - started
-            progress.step()
-    if not made and (failures or refused):
-        raise _no_tables(failures, refused)
-    return [t for s in submeshes for t in _of_submesh(made.get(s, {}), shapes_of[s])]
+                self.fail(submesh, shape, error)
+                continue
+            self.under_way.add((submesh, shape))
+            yield job
+
+    def has_time_for(self, submesh: Submesh, shape: tuple[int, ...]) -> bool:
+        if not self.made or self.deadline.allows(self.took_s):
+            return True
+        has_some = {*self.made, *(submesh for submesh, _ in self.under_way)}
+        _leave_out(submesh, shape, has_some, self.late, self.deadline)
+        return False
+
+    def admits_again(self, job: TableJob) -> bool:
+        """Whether there is still time for a job that another process did not do."""
+        self.under_way.discard((job.submesh, job.mesh.shape))
+        return self.has_time_for(job.submesh, job.mesh.shape)
+
+    def done(self, job: TableJob, made: MadeTables, took_s: float) -> None:
+        submesh, shape = job.submesh, job.mesh.shape
+        self.bench.take(job, made)
+        self.made.setdefault(submesh, {})[shape] = made.tables
+        self.device_s[self.order.index((submesh, shape))] = made.device_s
+        self.under_way.discard((submesh, shape))
+        self.took_s = took_s
+        self.progress.step()
+
+    def failed(self, job: TableJob, error: Exception) -> None:
+        self.fail(job.submesh, job.mesh.shape, error)
+
+    def fail(self, submesh: Submesh, shape: tuple[int, ...], error: Exception) -> None:
+        if isinstance(error, (MeshError, SolverError, SpecError)):
+            self.refused.append(error)
+        else:
+            self.failures += self.log.contain(f"mesh {shape} of a {submesh} submesh", error)
+        self.under_way.discard((submesh, shape))
+        self.progress.step()
 
 
 def _of_submesh(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -22,6 +22,7 @@ from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import copy_shares
 from autopar.sharding.problem import (
     Allowed,
+    FoldedGraph,
     ShardingProblem,
     StrategyFilter,
     node_costs,
@@ -38,8 +39,45 @@ _REST_GAP = 0.0075  # good enough to do without an integer programme
 _SMALL = 1000  # edge entries up to which an integer programme is as fast as message passing
 
 
+@dataclass(frozen=True, eq=False)
+class TableJob:
+    """A mesh on which the graph is to be solved.
+
+    allowed, keep: what the solver may choose there.
+    prices:        shares of the step that all memory is worth.
+    num_in_flight: micro-batches that a stage there keeps.
+    remat:         whether layers are recomputed: False, True or both.
+    time_limit_s:  of one solve.
+    known:         the cheapest choice and what it costs, if the mesh was solved before.
+    """
+
+    submesh: Submesh
+    mesh: LogicalMesh
+    allowed: Allowed
+    keep: StrategyFilter | None
+    prices: Sequence[float]
+    num_in_flight: float
+    remat: Sequence[bool]
+    time_limit_s: float
+    known: tuple[Choice, float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MadeTables:
+    """The tables of a mesh, and what they were made of.
+
+    known:    the cheapest choice and what it costs.
+    device_s: of all operators, evenly divided, on all devices together.
+    """
+
+    tables: list[LayerTable]
+    known: tuple[Choice, float]
+    device_s: float
+
+
 class TableBench:
-    """One graph, solved on many meshes."""
+    """One graph, solved on many meshes. `make` may run in another process, `take` keeps what it
+    made."""
 
     def __init__(
         self,
@@ -48,12 +86,11 @@ class TableBench:
         num_micro_batches: int,
         fold: bool = True,
         solver: str = "highs",
-        time_limit_s: float = 5.0,
     ) -> None:
         self.graph, self.places = graph, places
         self.num_micro_batches = num_micro_batches
         self.folded = fold_graph(graph, fold=fold)
-        self.solver, self.time_limit_s = solver, time_limit_s
+        self.solver = solver
         self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
         self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
         self.device_s = 0.0  # of all operators, evenly divided, on all devices together
@@ -61,6 +98,12 @@ class TableBench:
         self.problems: dict[tuple[Submesh, tuple[int, ...]], ShardingProblem] = {}
         # (submesh, mesh shape, recomputed) -> the table at which memory has no price
         self.plain: dict[tuple[Submesh, tuple[int, ...], bool], LayerTable] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """For another process, which is told with each job what it has to know. What is sent does
+        not change while it is pickled."""
+        folded = FoldedGraph(self.graph, self.folded.classes)
+        return {**self.__dict__, "folded": folded, "known": {}, "problems": {}, "plain": {}}
 
     def terms_of(self, problem: ShardingProblem) -> LayerTerms:
         """The terms of the problem's classes, which pins may have split."""
@@ -77,33 +120,28 @@ class TableBench:
         for (submesh, _), (_, objective) in self.known.items():
             cheapest[submesh] = min(objective, cheapest.get(submesh, inf))
         ratios: dict[int, list[float]] = {}
-        for (submesh, shape), (_, objective) in self.known.items():
+        for submesh, shape in sorted(self.known):  # in whatever order they were solved
+            _, objective = self.known[submesh, shape]
             ratios.setdefault(last_axis(shape), []).append(objective / cheapest[submesh])
         return {size: sum(many) / len(many) for size, many in ratios.items()}
 
-    def tables(
-        self,
-        submesh: Submesh,
-        mesh: LogicalMesh,
-        allowed: Allowed,
-        keep: StrategyFilter | None,
-        prices: Sequence[float],
-        num_in_flight: float,
-        remat: Sequence[bool],
-    ) -> Iterator[LayerTable]:
-        problem, first, objective = self.cheapest(submesh, mesh, allowed, keep)
-        if not prices:
+    def make(self, job: TableJob) -> MadeTables:
+        """The tables of a mesh, which depend on the job alone."""
+        mesh, submesh = job.mesh, job.submesh
+        problem, first, objective = self.cheapest(job)
+        if not job.prices:
             self.problems[submesh, mesh.shape] = problem
         terms = self.terms_of(problem)
         pricer = Pricer(problem, terms)
-        limit = pricer.limit(*terms.priced_bytes(num_in_flight))
-        seen: list[Choice] = []
+        limit = pricer.limit(*terms.priced_bytes(job.num_in_flight))
         unit = objective / max(limit.value(first), 1.0)
         choices = {0.0: first}
-        for share in prices if mesh.num_devices > 1 else ():
+        for share in job.prices if mesh.num_devices > 1 else ():
             penalised = problem.pairwise.copy()
             limit.add_to(penalised, share * unit)
-            choices[share] = self.solve(penalised)
+            choices[share] = self.solve(penalised, job.time_limit_s)
+        seen: list[Choice] = []
+        tables: list[LayerTable] = []
         for share, choice in _with_exchanged(choices, problem.pairwise, limit, unit):
             if choice in seen:
                 continue
@@ -111,45 +149,46 @@ class TableBench:
             figures = pricer.figures(choice)
             table = terms.table(figures, submesh, mesh)
             table = replace(table, price_per_byte=share * unit)
-            for again in remat:
-                made = terms.recomputed(table, figures) if again else table
-                if not share:
-                    self.plain[submesh, mesh.shape, again] = made
-                yield made
+            tables += [terms.recomputed(table, figures) if again else table for again in job.remat]
+        device_s = problem.work_s * mesh.num_devices
+        return MadeTables(tables, (first, objective), device_s)
 
-    def cheapest(
-        self, submesh: Submesh, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None
-    ) -> tuple[ShardingProblem, Choice, float]:
+    def take(self, job: TableJob, made: MadeTables) -> None:
+        """Keep what was made of a job."""
+        key = job.submesh, job.mesh.shape
+        self.known[key] = made.known
+        for table in reversed(made.tables):  # the cheapest comes first
+            if not table.price_per_byte:
+                self.plain[*key, table.remat] = table
+
+    def cheapest(self, job: TableJob) -> tuple[ShardingProblem, Choice, float]:
         """The problem, its cheapest choice and what that costs; solved once per mesh."""
-        known = self.known.get((submesh, mesh.shape))
-        if known is not None:
-            problem = self.problems.pop((submesh, mesh.shape), None)
+        if job.known is not None:
+            problem = self.problems.pop((job.submesh, job.mesh.shape), None)
             if problem is None:
-                folded = folded_for(self.graph, allowed, folded=self.folded)
-                problem = problem_on_mesh(folded, mesh, allowed, keep)
-            return problem, *known
+                folded = folded_for(self.graph, job.allowed, folded=self.folded)
+                problem = problem_on_mesh(folded, job.mesh, job.allowed, job.keep)
+            return problem, *job.known
         sharding = solve_graph(
             self.graph,
-            mesh,
-            allowed=allowed,
-            keep=keep,
+            job.mesh,
+            allowed=job.allowed,
+            keep=job.keep,
             solver=self.solver,
-            time_limit_s=self.time_limit_s,
+            time_limit_s=job.time_limit_s,
             folded=self.folded,
             gap=TABLE_GAP,
             small=_SMALL,
             rest_gap=_REST_GAP,
         )
-        self.known[submesh, mesh.shape] = sharding.choice, sharding.objective
-        self.device_s = self.device_s or sharding.problem.work_s * mesh.num_devices
         return sharding.problem, sharding.choice, sharding.objective
 
-    def solve(self, problem: PairwiseProblem) -> Choice:
+    def solve(self, problem: PairwiseProblem, time_limit_s: float) -> Choice:
         reduction = reduce_problem(problem)
         result = solve_contracted(
             reduction.problem,
             solver=self.solver,
-            time_limit_s=self.time_limit_s,
+            time_limit_s=time_limit_s,
             gap=TABLE_GAP,
             small=_SMALL,
             rest_gap=_REST_GAP,
