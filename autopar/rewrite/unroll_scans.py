@@ -226,7 +226,7 @@ class _Unroller:
         carry = [self.outside(o) for o in operands.carry]
         num_carry = len(carry)
         made: list[list[Operand]] = [[] for _ in scan.results[num_carry:]]
-        unshielded = _recomputes(body)
+        unshielded = _is_unshielded(body)
         trips = range(scan.params["length"])
         for trip in reversed(trips) if scan.params["reverse"] else trips:
             inside = dict(env)
@@ -324,11 +324,15 @@ def _named_below(body: Program, around: _jax.NameStack) -> Program:
     return replace(body, equations=tuple(equations))
 
 
-def _recomputes(body: Program) -> bool:
+def recomputes(program: Program) -> bool:
+    """Whether the program has code of `jax.checkpoint`, in a loop or outside."""
+    return any("rematted_computation" in e.scope for e in program.all_equations())
+
+
+def _is_unshielded(body: Program) -> bool:
     """Whether the body has code of `jax.checkpoint` without the barrier that it has elsewhere."""
-    if any(e.name == "optimization_barrier" for e in body.equations):
-        return False
-    return any("rematted_computation" in e.scope for e in body.equations)
+    barrier = any(e.name == "optimization_barrier" for e in body.equations)
+    return not barrier and any("rematted_computation" in e.scope for e in body.equations)
 
 
 def _index(stack: Array, *, index: int) -> Array:

@@ -17,10 +17,11 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
-from autopar.methods import OneMeshMethod, ShardParallel, options_of
+from autopar.methods import DataParallel, OneMeshMethod, ShardParallel, Zero3Parallel, options_of
 from autopar.rewrite.host_cut import hostable_inputs, hostable_parameters, with_host_state
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
+from autopar.rewrite.unroll_scans import recomputes
 from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.memory_budget import RESERVE_SHARE, memory_budget, state_floor
 from autopar.sharding.plan_mesh import ShardingTask, bind_mesh_plan, peak_floor, plan_mesh
@@ -166,14 +167,18 @@ def plan_whole(whole: WholeStep) -> PlannedStep:
 
 def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> PlannedStep | None:
     """The plan with scans over layers written out, and what such layers recompute chosen anew, if
-    that fits and is clearly faster: on one device, or where the method shards as it likes. A scan
-    that stacks what the user's `jax.checkpoint` saves stays, and so does one that is recomputed on
-    CPUs, where XLA would merge written-out layers with their copies. `took_s`: to make the plan at
+    that fits and is clearly faster; where scans stack residuals, of our choice or of the user's
+    `jax.checkpoint`. On CPUs XLA would merge recomputed layers with their copies, and under ZeRO-3
+    each trip gathers its layer and frees it: there scans stay. `took_s`: to make the plan at
     hand."""
     step, plan, log = planned.traced, planned.plan, whole.log
-    is_free = plan.num_devices == 1 or isinstance(whole.method, ShardParallel)
-    is_ours = step.is_thinned or (step.remat and whole.cluster.spec.name != "cpu")
-    if whole.host or not (is_ours and is_free and plan.is_timed and log.deadline.allows(took_s)):
+    if plan.num_devices > 1 and not _shards_alike(whole.method):
+        return None
+    is_recomputed = bool(step.remat) or recomputes(whole.source.whole.program)
+    is_ours = step.is_thinned or is_recomputed
+    if is_recomputed and whole.cluster.spec.name == "cpu":
+        return None
+    if whole.host or not (is_ours and plan.is_timed and log.deadline.allows(took_s)):
         return None
     try:
         with log.timed("remat"):
@@ -193,6 +198,12 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
     fits = other.plan.estimated_peak_bytes <= memory
     is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * plan.estimated_step_s
     return log.note(other) if fits and is_faster else None
+
+
+def _shards_alike(method: OneMeshMethod) -> bool:
+    """Whether the method treats layers in a stack as it treats layers of their own."""
+    is_zero3 = isinstance(method, Zero3Parallel)
+    return isinstance(method, ShardParallel | DataParallel) and not is_zero3
 
 
 def _plan_whole(whole: WholeStep) -> PlannedStep:

@@ -174,8 +174,6 @@ class _Builder:
         batch_inputs = [program.inputs[i] for i in step.batch]
         factors = batch_factors(self.nodes, self.values, batch_inputs)
         self.nodes = [self.pass_partial_sums(node) for node in self.nodes]
-        if overlaps:  # on a mesh, a slice is charged for all of the array whose layout it needs
-            self.nodes = [n.having(part_bytes=None) if n.name == "slice" else n for n in self.nodes]
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}

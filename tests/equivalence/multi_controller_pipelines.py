@@ -91,11 +91,15 @@ def four_stages() -> Any:
     return compared(deep_step, 4, deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
 
 
-def gpt() -> Any:
-    example = build("gpt-tiny")
+def gpt(name: str = "gpt-tiny") -> Any:
+    example = build(name)
     batch = jax.tree.map(np.asarray, example.make_batch(8))
     state = jax.tree.map(np.asarray, example.create_state())
     return compared(example.train_step, 2, state, [batch] * NUM_STEPS)
+
+
+def scanned_gpt() -> Any:
+    return gpt("gpt-tiny-scan")
 
 
 def scanned_step(state, batch):

@@ -3,6 +3,9 @@ an error in all of them if one brings another plan, and with the name of one tha
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.equivalence.controllers import run_processes
+from autopar.runtime.ranks.launch import run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks
+from tests.equivalence.controllers import LIMIT_S, ROOT, run_processes
 
 SCRIPT = Path(__file__).with_name("multi_controller_pipelines.py")
 KILLED, ABORTED = -9, -6
@@ -109,6 +114,34 @@ def test_a_trace_is_refused_and_the_step_goes_on(four):
     for own in four:
         assert "does not record pipelines" in own["traced"].get("refused", ""), own["traced"]
         assert own["traced"]["loss"] == four[0]["traced"]["loss"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("num_ranks", "devices_per_rank"), [(2, 4), (4, 2)])
+def test_launched_ranks_have_threads_for_collectives_and_transfers(
+    tmp_path, monkeypatch, num_ranks, devices_per_rank
+):
+    """Two stages of four devices, in one process each and in two, with a core for each process."""
+    for name in ("PJRT_NPROC", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: num_ranks)
+    script = f'exec {sys.executable} {SCRIPT} $RANK $WORLD_SIZE $MASTER_PORT outcomes_$RANK "$@"'
+    with CpuRanks(num_ranks, devices_per_rank) as ranks:
+        assert "--xla_cpu_multi_thread_eigen=false" in ranks.environment()["XLA_FLAGS"]
+        results = run_ranks(
+            ["sh", "-c", script, "sh", "gpt", "scanned_gpt"],
+            ranks,
+            limit_s=LIMIT_S,
+            env={"PYTHONPATH": str(ROOT)},
+            folder=tmp_path,
+        )
+    assert not any(result.failed for result in results), results[0].output[-3000:]
+    outcomes = [
+        json.loads((tmp_path / f"outcomes_{rank}").read_text()) for rank in range(num_ranks)
+    ]
+    for scenario in ("gpt", "scanned_gpt"):
+        assert_as_on_one_device(outcomes, scenario)
+        assert {own[scenario]["num_stages"] for own in outcomes} == {2}
 
 
 @pytest.mark.ci

@@ -48,6 +48,7 @@ _START_S = 20.0
 _PROBE_S = 60.0
 _ON_GPU = {"JAX_PLATFORMS": "cuda,cpu", "JAX_LOCAL_DEVICE_IDS": "0"}  # whatever this process uses
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
+_SPLIT = "--xla_cpu_multi_thread_eigen"  # whether operations are split among threads
 # Defaults for ranks that share a GPU; the environment overrides them. NCCL's blocks take
 # multiprocessors from a rank's compute. With two of them, an eighth of an H200 has 74 to 97
 # TFLOP/s in bfloat16 and 40 GB/s between ranks: about the ratio of a whole H100 and its NVLink.
@@ -101,20 +102,27 @@ class CpuRanks(Ranks):
 
     def environment(self, rank: int = 0) -> dict[str, str]:
         flags = os.environ.get("XLA_FLAGS", "").split()
+        flags = [f for f in flags if not f.startswith(_HOST_DEVICES)]
+        if self._cores_per_rank == 1 and not any(f.startswith(_SPLIT) for f in flags):
+            flags.append(f"{_SPLIT}=false")
         return {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_rank),
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
             "PJRT_NPROC": os.environ.get("PJRT_NPROC") or str(self._num_threads()),
-            "XLA_FLAGS": " ".join(f for f in flags if not f.startswith(_HOST_DEVICES)),
+            "XLA_FLAGS": " ".join(flags),
         }
+
+    @property
+    def _cores_per_rank(self) -> int:
+        return max(1, (os.cpu_count() or 1) // self.num_ranks)
 
     def _num_threads(self) -> int:
         """A rank's share of the cores: XLA splits operations among its threads, so more of them
         cost time and gain nothing. But a collective holds a thread per device while it waits for
-        other ranks, and some must be left to send what those wait for."""
-        cores = os.cpu_count() or 1
-        return max(cores // self.num_ranks, 2 * self.devices_per_rank + 4)
+        other ranks, and some must be left to send what those wait for. A rank with one core has
+        them too, but does not split operations."""
+        return max(self._cores_per_rank, 2 * self.devices_per_rank + 4)
 
     def describe(self) -> str:
         return f"{self.num_ranks} ranks on the CPU"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import autopar
+from autopar.rewrite.step_source import StepSource
 from autopar.sharding import plan_whole
+from autopar.tracer.trace import StepOptions
 from examples.models import build
 
 ONE_H100 = autopar.ClusterSpec(1, 1, "h100-sxm")
@@ -79,12 +84,118 @@ def test_a_scan_that_would_not_fit_written_out_stays() -> None:
     assert cut.estimated_step_s < plan.estimated_step_s
 
 
-def test_a_scan_that_the_user_recomputes_stays() -> None:
-    assert not plan_of(remat=True).unrolled
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero2Parallel()])
+def test_data_parallelism_treats_scanned_layers_as_those_written_out(method: Any) -> None:
+    sizes = {"cluster": EIGHT_H100S, "batch_size": 64, "hidden_size": 1024}
+    plan, loop = plan_of(method, **sizes), plan_of(method, **sizes, scan_layers=False)
+    assert plan.unrolled
+    assert plan.estimated_step_s == pytest.approx(loop.estimated_step_s, rel=0.02)
+    assert plan.estimated_peak_bytes == pytest.approx(loop.estimated_peak_bytes, rel=0.02)
+
+
+def test_a_scan_that_the_user_recomputes_whole_stacks_little_and_stays() -> None:
+    sizes = {"hidden_size": 1024, "remat": True}
+    plan, loop = plan_of(**sizes), plan_of(**sizes, scan_layers=False)
+    assert not plan.unrolled
+    assert plan.estimated_step_s == pytest.approx(loop.estimated_step_s, rel=0.02)
+
+
+def saving_step(num_layers: int, scanned: bool) -> Any:
+    """Layers under a policy of `jax.checkpoint` that saves products: those of a scan stack them."""
+
+    def layer(h: Any, own: Any) -> Any:
+        return h + jnp.sin(jnp.tanh(h @ own["up"])) @ own["down"]
+
+    policy = jax.checkpoint_policies.dots_saveable
+    layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+
+    def loss_of(params: Any, h: Any) -> Any:
+        if scanned:
+            return jnp.mean(lax.scan(lambda h, own: (layer(h, own), None), h, params)[0] ** 2)
+        for index in range(num_layers):
+            h = layer(h, jax.tree.map(lambda p, index=index: p[index], params))
+        return jnp.mean(h**2)
+
+    def train_step(params: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return train_step
+
+
+def saving_state(num_layers: int, width: int) -> Any:
+    shapes = {"up": (num_layers, width, 4 * width), "down": (num_layers, 4 * width, width)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("cluster", [ONE_H100, EIGHT_H100S], ids=["one device", "a mesh"])
+def test_a_scan_that_stacks_what_a_policy_saves_is_written_out(
+    cluster: autopar.ClusterSpec,
+) -> None:
+    batch = jax.ShapeDtypeStruct((4096 * cluster.num_devices, 1024), jnp.float32)
+    plan, loop = (
+        autopar.plan(
+            saving_step(4, scanned),
+            saving_state(4, 1024),
+            batch,
+            cluster=cluster,
+            method=autopar.ShardParallel(),
+        )
+        for scanned in (True, False)
+    )
+    assert plan.unrolled
+    assert plan.estimated_step_s == pytest.approx(loop.estimated_step_s, rel=0.02)
+    assert plan.estimated_peak_bytes == pytest.approx(loop.estimated_peak_bytes, rel=0.02)
+
+
+def test_what_a_policy_saves_is_saved_by_layers_written_out() -> None:
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    source, loop = (
+        StepSource.of(saving_step(3, scanned), (saving_state(3, 16), batch), {}, StepOptions())
+        for scanned in (True, False)
+    )
+    assert source.written_out is not None
+    ours, theirs = (
+        Counter(e.name for e in one.whole.program.equations) for one in (source.written_out, loop)
+    )
+    for name in ("dot_general", "tanh", "sin", "cos", "optimization_barrier"):
+        assert ours[name] == theirs[name] > 0, name
+    assert ours["tanh"] == 6, "in both passes"
 
 
 def test_a_long_scan_stays() -> None:
     assert not plan_of(num_layers=64).unrolled
+
+
+def as_jit(step: Any, state: Any, batch: Any, method: Any, num_steps: int = 3) -> None:
+    ours = autopar.parallelize(step, method=method)
+    expected, found = state, state
+    for _ in range(num_steps):
+        expected, loss = jax.jit(step)(expected, batch)
+        found, own_loss = ours(found, batch)
+        np.testing.assert_allclose(own_loss, loss, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected
+    )
+
+
+@pytest.mark.usefixtures("one_session")
+@pytest.mark.parametrize(
+    "method", [autopar.ShardParallel((8,)), autopar.DataParallel(), autopar.Zero2Parallel()]
+)
+def test_a_written_out_policy_trains_as_jit(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    monkeypatch.setattr(plan_whole, "_WORTH_UNROLLING", 2.0)  # whatever it gains
+    rng = np.random.default_rng(0)
+    state = {
+        name: (0.2 * rng.normal(size=like.shape)).astype(np.float32)
+        for name, like in saving_state(3, 16).items()
+    }
+    batch = rng.normal(size=(16, 16)).astype(np.float32)
+    step = saving_step(3, scanned=True)
+    plan = autopar.plan(step, state, batch, cluster=EIGHT_H100S, method=method)
+    assert plan.unrolled
+    autopar.init(devices=jax.devices()[:8])
+    as_jit(step, state, batch, plan)
 
 
 @pytest.fixture

@@ -202,6 +202,16 @@ def test_ranks_on_the_cpu_share_its_cores(monkeypatch):
     assert CpuRanks(4).environment()["PJRT_NPROC"] == "1"
 
 
+def test_a_rank_with_one_core_does_not_split_operations(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one --xla_force_host_platform_device_count=8")
+    assert CpuRanks(2).environment()["XLA_FLAGS"] == "--xla_one"
+    flags = CpuRanks(3).environment()["XLA_FLAGS"]
+    assert flags == "--xla_one --xla_cpu_multi_thread_eigen=false"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    assert CpuRanks(4).environment()["XLA_FLAGS"] == "--xla_cpu_multi_thread_eigen=true"
+
+
 def test_an_old_nccl(driver, monkeypatch):
     driver(1)
     monkeypatch.setattr(shared_gpu, "_version_of", lambda library: (2, 27, 3))
