@@ -174,6 +174,10 @@ class _Builder:
         batch_inputs = [program.inputs[i] for i in step.batch]
         factors = batch_factors(self.nodes, self.values, batch_inputs)
         self.nodes = [self.pass_partial_sums(node) for node in self.nodes]
+        if overlaps and not step.is_unrolled:
+            # A stage pays for all of the stack that a slice reads, so that it does not gather a
+            # stack as a whole to save the latency of gathering its rows.
+            self.nodes = [n.having(part_bytes=None) if n.name == "slice" else n for n in self.nodes]
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}

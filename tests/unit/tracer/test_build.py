@@ -137,11 +137,16 @@ def test_slices_touch_what_they_take() -> None:
     assert max(take.touched_bytes) == max(put.touched_bytes) == 2 * 16 * 4
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_row_of_a_stack_is_read_alone(overlaps: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlaps", "is_unrolled", "num_rows"), [(False, False, 1), (True, True, 1), (True, False, 3)]
+)
+def test_a_row_of_a_stack_is_read_alone_except_by_stages(
+    overlaps: bool, is_unrolled: bool, num_rows: int
+) -> None:
     step = trace_step(lambda a, stack: a @ stack[1], (X, np.stack([W, W, W])))
+    step = replace(step, is_unrolled=is_unrolled)
     (take,) = nodes(build_graph(step, overlaps=overlaps), NodeKind.OP, "slice")
-    assert take.touched_bytes[0] == W.nbytes
+    assert take.touched_bytes[0] == num_rows * W.nbytes
 
 
 def test_rows_that_are_written_into_an_array_touch_no_others() -> None:
