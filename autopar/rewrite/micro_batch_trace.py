@@ -21,9 +21,10 @@ import jax
 from jax.core import ShapedArray
 
 from autopar import _jax
-from autopar.ir.program import Equation, Program
+from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.row_ties import SIZES, RowTies
+from autopar.rewrite.scan_remat import scan_parts
 from autopar.tracer.copy_equations import needed_equations
 
 
@@ -33,8 +34,7 @@ def derive_micro_batch(
     """The step as a trace with these leaves would give it; None if that cannot be derived."""
     rows = {whole.avals[i].shape[0] for i in whole.batch if whole.avals[i].shape}
     parts = {leaves[i].shape[0] for i in whole.batch if leaves[i].shape}
-    has_bodies = any(equation.bodies for equation in whole.program.equations)
-    if len(rows) != 1 or len(parts) != 1 or has_bodies:
+    if len(rows) != 1 or len(parts) != 1:
         return None
     num = rows.pop() // parts.pop()
     dims = _row_dims(whole, num)
@@ -54,10 +54,7 @@ def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
     for index, value in enumerate(program.inputs):
         is_batch = index in whole.batch and bool(avals[value].shape)
         ties.fix(value, range(1, ties.rank(value)) if is_batch else range(ties.rank(value)))
-    for value, _ in program.captured:
-        ties.fix(value, range(ties.rank(value)))
-    for equation in program.equations:
-        ties.add(equation)
+    ties.add_body(program)
     batch = [program.inputs[i] for i in whole.batch if whole.avals[i].shape]
     dims = ties.rows([(value, 0) for value in batch])
     if dims is None or any(avals[v].shape[d] % num for v, d in dims.items()):
@@ -71,10 +68,22 @@ def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
 def _unread_rows(program: Program, size: int) -> dict[int, int]:
     """Constants that derivatives leave behind: nobody reads them, so nothing says whether they hold
     rows. They do if they have as many, so that they are no arrays of the whole batch."""
-    reads = program.num_reads()
-    broadcasts = [e for e in program.equations if e.name == "broadcast_in_dim"]
-    made = [e.results[0] for e in broadcasts if not e.inputs]
-    unread = [value for value in made if not reads[value]]
+    equations = list(program.all_equations())
+    bodies = [body for equation in equations for body in equation.bodies]
+    read = {value for part in (program, *bodies) for value in part.output_values}
+    handed: list[tuple[Operand, int]] = []  # to a scan, as a constant of its body
+    for equation in reversed(equations):  # bodies before their loops
+        operands = equation.operands
+        if equation.name == "scan":
+            outside = scan_parts(equation, operands)
+            inside = scan_parts(equation, equation.bodies[0].inputs).consts
+            handed.extend(zip(outside.consts, inside, strict=True))
+            kept = [o for o, v in zip(outside.consts, inside, strict=True) if v in read]
+            operands = (*kept, *outside.carry, *outside.xs)
+        read.update(values_in(operands))
+    broadcasts = [e for e in equations if e.name == "broadcast_in_dim" and not e.inputs]
+    unread = {value for equation in broadcasts for value in equation.results} - read
+    unread.update(value for operand, value in handed[::-1] if operand in unread)
     return {value: 0 for value in unread if program.avals[value].shape[:1] == (size,)}
 
 
@@ -87,7 +96,17 @@ def _shrunk(program: Program, dims: dict[int, int], num: int) -> Program:
         if key not in types:
             types[key] = _jax.resized_aval(key[0], _with_size(key[0].shape, dim, num))
         avals[value] = types[key]
-    equations = [_resized(equation, dims, num) for equation in program.equations]
+    return _with_avals(program, avals, dims, num)
+
+
+def _with_avals(
+    program: Program, avals: list[ShapedArray], dims: dict[int, int], num: int
+) -> Program:
+    equations = []
+    for equation in program.equations:
+        bodies = tuple(_with_avals(body, avals, dims, num) for body in equation.bodies)
+        resized = _resized(equation, dims, num)
+        equations.append(resized.of_values(resized.operands, bodies=bodies) if bodies else resized)
     return Program(program.inputs, program.outputs, tuple(equations), avals, program.captured)
 
 

@@ -2,7 +2,8 @@
 
 One rule per primitive says which dimensions of its operands and results an equation ties, and which
 it fixes, because the places along them matter (`rewrite.micro_batch_trace` has the idea). An
-equation without a rule fixes all of its dimensions.
+equation without a rule fixes all of its dimensions. A loop ties what goes into and out of its
+bodies, whose equations follow; the trips of a scan are fixed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from jax.core import ShapedArray
 
 from autopar import _jax
-from autopar.ir.program import Equation, Operand
+from autopar.ir.program import Equation, Operand, Program
+from autopar.rewrite.scan_remat import scan_parts
 
 # Every element of the result depends on the same element of each operand, or on the only one.
 _ELEMENTWISE = {
@@ -72,6 +74,19 @@ class RowTies:
             another = self._class(self._first[other] + other_dim)
             self._parent[one] = another
 
+    def tie_all(self, values: Iterable[Operand], others: Iterable[Operand]) -> None:
+        """Tie all dimensions of each value to those of another with the same shape."""
+        for value, other in zip(values, others, strict=True):
+            for dim in range(len(self.shape(value))):
+                self.tie(value, dim, other, dim)
+
+    def tie_trips(self, stacks: Iterable[Operand], slices: Iterable[Operand]) -> None:
+        """Tie the dimensions of slices to those of stacks along a first dimension, and fix it."""
+        for stack, part in zip(stacks, slices, strict=True):
+            self.fix(stack, (0,))
+            for dim in range(len(self.shape(part))):
+                self.tie(part, dim, stack, dim + 1)
+
     def tie_or_fix(self, free: bool, *places: tuple[Operand, int]) -> None:
         """Tie the dimensions at these places if `free`, else fix them."""
         for value, dim in places:
@@ -91,6 +106,13 @@ class RowTies:
             return
         for value in (*equation.operands, *equation.results):
             self.fix(value, range(len(self.shape(value))))
+
+    def add_body(self, body: Program) -> None:
+        """Tie and fix dimensions as a program needs it; its captured arrays hold no rows."""
+        for value, _ in body.captured:
+            self.fix(value, range(self.rank(value)))
+        for equation in body.equations:
+            self.add(equation)
 
     def rows(self, batch: Sequence[tuple[int, int]]) -> dict[int, int] | None:
         """Value -> its dimension that is tied to one of the batch's; None if one of these is fixed,
@@ -132,9 +154,7 @@ def _same_places(ties: RowTies, equation: Equation, fixed: Iterable[int]) -> Non
 
 
 def _barrier(ties: RowTies, equation: Equation) -> None:
-    for operand, result in zip(equation.operands, equation.results, strict=True):
-        for dim in range(len(ties.shape(result))):
-            ties.tie(operand, dim, result, dim)
+    ties.tie_all(equation.operands, equation.results)
 
 
 def _bitcast(ties: RowTies, equation: Equation) -> None:
@@ -349,6 +369,39 @@ def _windows(ties: RowTies, equation: Equation) -> None:
         ties.tie_or_fix(alone, *((v, dim) for v in arrays))
 
 
+def _scan(ties: RowTies, equation: Equation) -> None:
+    (body,) = equation.bodies
+    inside, outside = scan_parts(equation, body.inputs), scan_parts(equation, equation.operands)
+    num_carry = len(inside.carry)
+    ties.tie_all(inside.consts, outside.consts)
+    ties.tie_all(inside.carry, outside.carry)
+    ties.tie_all(inside.carry, body.outputs[:num_carry])
+    ties.tie_all(inside.carry, equation.results[:num_carry])
+    ties.tie_trips(outside.xs, inside.xs)
+    ties.tie_trips(equation.results[num_carry:], body.outputs[num_carry:])
+    ties.add_body(body)
+
+
+def _while(ties: RowTies, equation: Equation) -> None:
+    condition, body = equation.bodies
+    num_cond = equation.params["cond_nconsts"]
+    first = num_cond + equation.params["body_nconsts"]
+    consts, carry = equation.operands[:first], equation.operands[first:]
+    ties.tie_all(condition.inputs, (*consts[:num_cond], *carry))
+    ties.tie_all(body.inputs, (*consts[num_cond:], *carry))
+    ties.tie_all(body.inputs[first - num_cond :], body.outputs)
+    ties.tie_all(body.inputs[first - num_cond :], equation.results)
+    ties.add_body(condition)
+    ties.add_body(body)
+
+
+def _cond(ties: RowTies, equation: Equation) -> None:
+    for branch in equation.bodies:
+        ties.tie_all(branch.inputs, equation.operands[1:])
+        ties.tie_all(equation.results, branch.outputs)
+        ties.add_body(branch)
+
+
 _RULES: dict[str, Callable[[RowTies, Equation], None]] = {
     "optimization_barrier": _barrier,
     "bitcast_convert_type": _bitcast,
@@ -376,4 +429,7 @@ _RULES: dict[str, Callable[[RowTies, Equation], None]] = {
     **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
     **dict.fromkeys(("reduce_window_max", "reduce_window_sum"), _windows),
     "select_and_scatter_add": _windows,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
 }
