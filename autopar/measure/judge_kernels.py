@@ -6,6 +6,8 @@ A kernel has three kinds of work that run side by side, so that the slowest near
     products     in tiles (`judge_tiles`); rows that are no multiple of 16 bytes cannot be copied
                  in blocks. A convolution is the product that it stands for; one with few channels
                  in each of its groups, or of 32 bits with holes in its filter, runs on lanes.
+                 What cuDNN keeps in scratch memory are its arrays in another layout, copied
+                 before; or their transforms, if it is many times as large as they are.
     arithmetic   by instruction. A fusion computes a value again for every place that reads it at
                  another index. A value that only some threads need is loaded in a branch, and the
                  others wait.
@@ -43,6 +45,10 @@ CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to
 GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
 VECTOR_SHARE = 0.6  # of that in practice
+SCRATCH = 4.0  # traffic per byte of a convolution's scratch memory: written and read, transposed
+SCRATCH_KERNELS = 3  # more of them, which do that
+LEAST_SCRATCH = 2.0**17  # bytes below which it holds no array
+TRANSFORMED = 4.0  # times its arrays: scratch memory of a convolution that is made by transforms
 LINE_BYTES = 64  # that memory is read by
 CACHE_BYTES = 40e6  # of an H100 or H200: 50 MB, not all of which hold what is wanted
 CACHE_SPEED = 1.6  # of the memory's
@@ -103,7 +109,8 @@ _WINDOW_STRIDE = re.compile(r"window=\{[^}]*\bstride=([\dx]+)")
 class Work:
     """products_s: of its tiles, at the device's rate. flops: of its products. lane_ops:
     instructions of vector lanes. sums_rows: whether it reduces along another dimension than that
-    which is contiguous. reads: operand → bytes that are touched of it. written: bytes.
+    which is contiguous. reads: operand → bytes that are touched of it. written: bytes. scratch:
+    bytes of arrays that a library copies to another layout first.
     """
 
     products_s: float = 0.0
@@ -112,6 +119,7 @@ class Work:
     sums_rows: bool = False
     reads: dict[str, float] = field(default_factory=dict)
     written: float = 0.0
+    scratch: float = 0.0
 
     @property
     def num_bytes(self) -> float:
@@ -126,6 +134,8 @@ def seconds(work: Work, cached_bytes: float, device: DeviceSpec) -> float:
     parts = (work.products_s, traffic_s, lanes_s)
     largest = max(parts)
     begin_s = LAUNCH_S + (ROWS_S if work.sums_rows else 0.0)
+    if work.scratch > LEAST_SCRATCH:
+        begin_s += SCRATCH_KERNELS * LAUNCH_S + SCRATCH * work.scratch / bandwidth
     if not largest:
         return begin_s
     if work.products_s:
@@ -209,6 +219,9 @@ def _add_convolution(
     if not flops or labels is None:
         return
     work.flops += flops
+    work.scratch = one.results[-1].num_bytes if len(one.results) > 1 else 0.0
+    if work.scratch > TRANSFORMED * work.num_bytes:
+        return
     is_filter, is_input = kind.startswith("BackwardFilter"), kind.startswith("BackwardInput")
     outputs = operands[1] if is_filter else operands[0] if is_input else one
     kernel = (one if is_filter else operands[1]).results[0].shape

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Node, NodeKind
-from autopar.tracer.costs import INSTRUCTIONS, REDUCTIONS, UNFUSED
+from autopar.tracer.costs import INSTRUCTIONS, MAX_TILE_ROW, REDUCTIONS, UNFUSED, fits_tiles
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.regions import UPDATE
 from autopar.tracer.run_order import is_scatter_add
@@ -269,6 +269,8 @@ class Fusion:
             return True
         if node.name in REDUCTIONS:
             return True
+        if node.name == "exp" and self._is_wide_softmax(value, made_from):
+            return not fits_tiles(flow.values[value].shape)
         # Recompute it in each reader, or write it once and read it back?
         elements = prod(flow.values[value].shape)
         count = sum([self._times_computed(i, elements) for i in {r.node for r in readers}])
@@ -280,6 +282,23 @@ class Fusion:
         source_bytes = sum(flow.values[v].num_bytes for v in made_from)
         recompute = source_bytes + self._instructions(value) * elements / self._rate
         return (count - 1) * recompute > (count + 1) * size
+
+    def _is_wide_softmax(self, value: int, made_from: frozenset[int]) -> bool:
+        """Whether exponentials of 16-bit rows, less the maximum, are divided by their sum, and the
+        backward pass needs them too."""
+        flow, exponentials = self.flow, self.flow.values[value]
+        if not exponentials.shape or exponentials.shape[-1] > MAX_TILE_ROW:
+            return False
+        elements = prod(exponentials.shape)
+        rows = elements // max(1, exponentials.shape[-1])
+        sources = [flow.values[v] for v in made_from]
+        is_wide = any(
+            prod(v.shape) == elements and v.num_bytes < exponentials.num_bytes for v in sources
+        )
+        names = {flow.nodes[reader.node].name for reader in self.readers.get(value, ())}
+        has_maximum = any(prod(v.shape) == rows for v in sources)
+        is_softmax = has_maximum and "reduce_sum" in names and len(names) > 1
+        return is_wide and is_softmax and self._crosses(value)
 
     def _times_computed(self, index: int, elements: int) -> float:
         """How often a reader computes each element of a value: a gather that picks more elements

@@ -8,7 +8,8 @@ values, a residual beside an activation's result, the updates of a parameter and
 elementwise kernel, or a sum over rows, also merges with the kernel that makes its operand; a value
 that only the merged kernel reads is then not written at all. A kernel that sums along rows holds
 them in a tile, unless they are long, so a second sum along them that needs the first is made there
-too: a softmax's maximum and sum.
+too: a softmax's maximum and sum. In a softmax's tile, and in that of its gradient, are also the
+values that need these sums, if no other kernel does.
 
 What a scan stacks is written twice: as zeros, and by the copy of each trip's slice.
 
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
-from autopar.tracer.costs import UNFUSED, VIEWS
+from autopar.tracer.costs import MAX_TILE_ROW, UNFUSED, VIEWS
 
 _FREE = ("scan_slice", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
@@ -36,7 +37,6 @@ _GATHERS = ("gather", "dynamic_slice")
 _MAX_MEMBERS = 256  # ops of a kernel, in the search for its sources
 _MAX_BETWEEN = 64  # kernels between two that may merge, in the search for a dependence
 _SMALL = 2**16  # elements of a value that is too small to merge kernels
-_LONG_ROW = 2**14  # elements of a row above which XLA sums it in parts
 # Instructions of a GPU's lanes per element; what is not listed takes one.
 _LANE_OPS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "copy", "select_and_gather_add"), 0.0),
@@ -64,6 +64,7 @@ _PARTS = ("pad", "concatenate")  # every operand makes a part of the result
 _LANE_OPS_PER_BYTE = 5.0  # that a GPU does in the time of moving one byte
 _SMOOTH = 4.0  # the larger, the more the slower of arithmetic and traffic decides alone
 _GROUPED = 0.25  # of the lanes' rate, for convolutions in groups
+_SINGLE_LOADS = 2.0  # bytes of a tile count so often if its rows are aligned to 2 bytes only
 
 
 @dataclass(eq=False)
@@ -257,7 +258,9 @@ class _Kernels:
                 is_made_there = (
                     joins and self.is_elementwise(value) and self.elements[value] == kernel.size
                 )
-                if not is_made_there and not self.share_rows(root, value):
+                if not is_made_there and not (
+                    self.share_rows(root, value) or self.is_in_tile(root, value, kernel)
+                ):
                     return True
             elif writer is not None:
                 frontier.append(writer)
@@ -270,6 +273,8 @@ class _Kernels:
                 continue
             for value in earlier.sources:
                 writer = self.writer.get(value)
+                if writer is kernel and self.is_in_tile(root, value, kernel):
+                    continue
                 if writer is not None and writer not in seen:
                     seen.add(writer)
                     frontier.append(writer)
@@ -281,7 +286,38 @@ class _Kernels:
         if not (self.sums_along_rows(root) and self.sums_along_rows(maker)):
             return False
         shape, other = (self.values[node.operands[0]].shape for node in (root, maker))
-        return shape == other and shape[-1] <= _LONG_ROW
+        return shape == other and shape[-1] <= MAX_TILE_ROW
+
+    def is_in_tile(self, root: Node, value: int, kernel: _Kernel) -> bool:
+        """Whether an elementwise root is made in the tile of a softmax, in either pass: from a sum
+        or maximum along its rows that no other kernel reads."""
+        is_sum = self.along_rows[self.producer[value]]
+        is_elementwise = root.name not in UNFUSED and not root.name.startswith(_REDUCTIONS)
+        shape = self.values[root.results[0]].shape
+        if not is_sum or not is_elementwise or not shape or shape[-1] > MAX_TILE_ROW:
+            return False
+        has_exponentials = root.name == "exp" or any(
+            self.nodes[index].name == "exp" for index in kernel.members
+        )
+        if not has_exponentials:
+            return False
+        made = {v for index in kernel.roots for v in self.nodes[index].results}
+        return self.written_from(value) <= made.union(root.results)
+
+    def written_from(self, value: int) -> set[int]:
+        """The written values that kernels make of a sum along rows, but for those with one element
+        per row, and of these."""
+        found: set[int] = set()
+        frontier, seen = [value], {value}
+        while frontier:
+            for index in self.users.get(frontier.pop(), ()):
+                for made in self.nodes[index].results:
+                    if made in self.written and self.elements[made] > self.elements[value]:
+                        found.add(made)
+                    elif made not in seen:
+                        seen.add(made)
+                        frontier.append(made)
+        return found
 
     # -- which op is charged
 
@@ -302,6 +338,7 @@ class _Kernels:
             return
         stream = self.stream_of(kernel)
         made = {v for root in kernel.roots for v in self.nodes[root].results}
+        is_softmax = self.is_softmax(kernel)
         seen: set[int] = set()
         moved = 0.0
         for index in sorted(kernel.members):
@@ -311,13 +348,29 @@ class _Kernels:
                 if value in self.sources and value not in seen and value not in made:
                     seen.add(value)
                     size = self.read_bytes(node, position, operand)
+                    size *= self.load_factor(value) if is_softmax else 1.0
                     moved += self.add(part, position, size, stream)
             for position, value in enumerate(node.results):
                 if value in made and self.is_stored(value, kernel):
                     size = self.written_bytes(node, value)
+                    size *= self.load_factor(value) if is_softmax else 1.0
                     moved += self.add(part, len(node.operands) + position, size, stream)
         self.part(kernel.first).num_kernels += 1.0
         self.charge_arithmetic(kernel, made, moved)
+
+    def is_softmax(self, kernel: _Kernel) -> bool:
+        """Whether a kernel makes exponentials, and sums along rows or uses such sums."""
+        if not any(self.nodes[index].name == "exp" for index in kernel.members):
+            return False
+        makers = kernel.members.union(self.producer[value] for value in kernel.sources)
+        return any(self.along_rows[index] for index in makers)
+
+    def load_factor(self, value: int) -> float:
+        shape = self.values[value].shape
+        if not shape or not 1 < shape[-1] <= MAX_TILE_ROW:
+            return 1.0
+        row_bytes = self.values[value].num_bytes * shape[-1] // max(1, self.elements[value])
+        return _SINGLE_LOADS if row_bytes % 4 else 1.0
 
     def charge_stack(self, index: int) -> None:
         """A stack is filled with zeros; then each trip copies its slice into it, unless an

@@ -29,7 +29,7 @@ from math import prod
 
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
-from autopar.tracer.costs import REDUCTIONS, UNFUSED
+from autopar.tracer.costs import MAX_TILE_ROW, REDUCTIONS, UNFUSED
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.early_backward import early_backward
 from autopar.tracer.folding import (
@@ -42,8 +42,6 @@ from autopar.tracer.fusion import Fusion
 from autopar.tracer.regions import UPDATE
 from autopar.tracer.reordering import Reordering, num_orders
 from autopar.tracer.run_order import run_times
-
-_MAX_TILE_ROW = 2**14  # elements of a row that a Triton kernel takes as a whole
 
 
 def find_lives(
@@ -346,7 +344,7 @@ class _Sweep:
         its gradient are. XLA makes one Triton kernel of it if a row is short enough, and such a
         kernel writes to a buffer of its own."""
         shape = self.values[source].shape
-        if not shape or shape[-1] > _MAX_TILE_ROW:
+        if not shape or shape[-1] > MAX_TILE_ROW:
             return False
         made = self.producer[value]
         return any(

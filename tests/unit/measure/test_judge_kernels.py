@@ -16,6 +16,8 @@ from autopar.measure.judge_kernels import (
     MEMORY,
     PRODUCT_S,
     ROWS_S,
+    SCRATCH,
+    SCRATCH_KERNELS,
     SINGLE_LOADS,
     SMOOTH,
     UNALIGNED,
@@ -136,12 +138,18 @@ def test_tiles_of_single_elements_move_slowly() -> None:
 
 
 def convolution(
-    target: str, left: str, right: str, result: str, rest: str = "", window: str = "size=3x3"
+    target: str,
+    left: str,
+    right: str,
+    result: str,
+    rest: str = "",
+    window: str = "size=3x3",
+    scratch: int = 100,
 ) -> Work:
     return work(
         f"""%p = {left} parameter(0)
         %q = {right} parameter(1)
-        ROOT %c = ({result}, u8[100]{{0}}) custom-call(%p, %q), window={{{window}}}, """
+        ROOT %c = ({result}, u8[{scratch}]{{0}}) custom-call(%p, %q), window={{{window}}}, """
         f'dim_labels=b01f_o01i->b01f{rest}, custom_call_target="__cudnn$conv{target}"'
     )
 
@@ -168,6 +176,19 @@ def test_a_convolution_is_the_product_it_stands_for() -> None:
     share = FILTER_GRADIENT[2]
     assert of_filter.products_s == as_product(9 * 128, 256, 16384, share=share, splits=SPLITS)
     assert forward.flops == backward.flops == of_filter.flops
+
+
+def test_arrays_in_scratch_memory_are_copied_before_the_convolution() -> None:
+    plain = convolution("Forward", IMAGES, KERNEL, WIDER)
+    copied = convolution("Forward", IMAGES, KERNEL, WIDER, scratch=10**7)
+    copies_s = SCRATCH_KERNELS * LAUNCH_S + SCRATCH * 1e7 / (MEMORY * DEVICE.memory_bandwidth)
+    later_s, now_s = (seconds(found, 0.0, DEVICE) for found in (copied, plain))
+    assert later_s == pytest.approx(now_s + copies_s)
+
+
+def test_much_scratch_memory_holds_transforms_in_place_of_products() -> None:
+    found = convolution("Forward", IMAGES, KERNEL, WIDER, scratch=10**9)
+    assert found.products_s == 0.0 and found.flops > 0 and found.scratch == 1e9
 
 
 def test_few_channels_cost_as_much_as_a_block_at_every_place_of_the_window() -> None:

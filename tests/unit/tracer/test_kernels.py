@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from autopar.ir.graph import Graph, Node
 from autopar.tracer.build import build_graph
@@ -57,18 +58,53 @@ def test_what_waits_for_a_sum_is_another_kernel() -> None:
     assert moved(graph) == 3 * X.nbytes + 2 * 512 * 4
 
 
-def test_a_softmax_reads_short_rows_once_for_its_maximum_and_sum() -> None:
+def test_a_softmax_of_short_rows_is_one_kernel() -> None:
     def softmax(x):
         powers = jnp.exp(x - x.max(1, keepdims=True))
         return powers / powers.sum(1, keepdims=True)
 
     graph = graph_of(softmax, X)
-    assert num_kernels(graph) == 2
-    assert moved(graph) == 3 * X.nbytes + 3 * 512 * 4, "both kernels read x and find the maximum"
+    assert num_kernels(graph) == 1
+    assert moved(graph) == 2 * X.nbytes
     long = np.zeros((4, 2**15), np.float32)
     graph = graph_of(softmax, long)
     assert num_kernels(graph) == 3, "long rows are summed in parts"
     assert moved(graph) >= 4 * long.nbytes
+
+
+def softmax_with_gradient(scores, gradient):
+    """In 32 bits, as attention computes it."""
+
+    def softmax(x):
+        return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+
+    weights, pull_back = jax.vjp(softmax, scores)
+    return weights, pull_back(gradient)[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "passes"),
+    [
+        (1024, 6),  # maximum and sum; the result; and one kernel for the gradient
+        (1000, 6),  # padded to 1024
+        (768, 15),  # exponentials are written in 32 bits, and read four times
+    ],
+)
+def test_the_softmax_of_padded_rows_writes_its_exponentials(length: int, passes: int) -> None:
+    """Passes over the 16-bit scores, as in XLA's programs for an H200 (softmaxes of these rows
+    alone, in which the result and the gradient of the padded ones are one kernel: 13)."""
+    scores = jax.ShapeDtypeStruct((2**17, length), jnp.bfloat16)
+    graph = graph_of(softmax_with_gradient, scores, scores)
+    assert moved(graph) / (2**17 * length * 2) == pytest.approx(passes, rel=0.03)
+
+
+def test_rows_of_odd_length_in_16_bits_are_loaded_one_by_one() -> None:
+    def moved_by(length: int) -> float:
+        scores = jax.ShapeDtypeStruct((2**17, length), jnp.bfloat16)
+        graph = graph_of(lambda x, g: jax.vjp(jax.nn.softmax, x)[1](g)[0], scores, scores)
+        return moved(graph) / (2**17 * length * 2)
+
+    assert moved_by(255) == pytest.approx(2 * moved_by(256), rel=0.05)
 
 
 def test_a_sum_over_rows_joins_the_kernel_that_makes_them() -> None:
