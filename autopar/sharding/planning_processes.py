@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.spawn import get_executable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from autopar.errors import ArgumentError
@@ -38,6 +39,7 @@ VARIABLE = "AUTOPAR_PLANNING_PROCESSES"
 _MOST = 4  # processes by default, this one included
 _WORTH_S = 4.0  # of work for which a process is started: it takes about two to import JAX
 _PATIENCE_S = 30.0  # to wait for a job at least, where there is no hurry
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _LENGTH = struct.Struct("!Q")
 _BOOT = """
 import json, sys
@@ -60,10 +62,18 @@ def num_processes() -> int:
 
 
 def _num_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """The cores that this process may use: those it is bound to, or what its container has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, _container_cores()))
+
+
+def _container_cores() -> int:
+    """The processor time that a container may use, in whole cores."""
+    try:
+        quota, period = _CPU_LIMIT.read_text().split()
+        return _MOST if quota == "max" else int(quota) // int(period)
+    except (OSError, ValueError):
+        return _MOST
 
 
 class ProcessLostError(Exception):

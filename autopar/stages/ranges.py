@@ -25,6 +25,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,6 +66,18 @@ class Setting:
         return budget(submesh) if callable(budget) else budget
 
 
+class _Candidates(NamedTuple):
+    """Ranges under variants, the cheapest last. `place`: in a flat array of the shape [submesh,
+    first layer, end]."""
+
+    shape: tuple[int, ...]
+    place: np.ndarray
+    cost_s: np.ndarray
+    fixed_bytes: np.ndarray
+    in_flight_bytes: np.ndarray
+    budget_bytes: np.ndarray
+
+
 class Ranges:
     """Costs and peaks of all ranges of layers under the tables."""
 
@@ -88,7 +101,8 @@ class Ranges:
     def only(self, allowed: np.ndarray) -> Ranges:
         """The same ranges with the allowed variants only."""
         restricted = copy(self)
-        restricted.__dict__.pop("cost_s", None)
+        for derived in ("cost_s", "_candidates"):
+            restricted.__dict__.pop(derived, None)
         restricted.allowed = self.allowed & allowed
         return restricted
 
@@ -111,10 +125,31 @@ class Ranges:
         peak = self._fixed_bytes + in_flight * self._in_flight_bytes
         return peak <= self._budget_bytes[:, None, None]
 
+    @cached_property
+    def _candidates(self) -> _Candidates:
+        """Of all ranges and variants, those that may fit. Searches ask for `best_s` at many numbers
+        of micro-batches in flight, and most do not fit at any."""
+        may_fit = np.isfinite(self.cost_s) & self.fits(0)
+        table, first, end = np.nonzero(may_fit)
+        order = np.argsort(-self.cost_s[may_fit], kind="stable")
+        table, first, end = table[order], first[order], end[order]
+        shape = (len(self.sizes), *may_fit.shape[1:])
+        return _Candidates(
+            shape,
+            np.ravel_multi_index((self.submesh_of[table], first, end), shape),
+            self.cost_s[table, first, end],
+            self._fixed_bytes[table, first, end],
+            self._in_flight_bytes[table, first, end],
+            self._budget_bytes[table],
+        )
+
     def best_s(self, in_flight: int) -> np.ndarray:
         """[submesh, first layer, end]: the cost under the best variant that fits."""
-        cost = np.where(self.fits(in_flight), self.cost_s, inf)
-        return np.stack([cost[self.submesh_of == m].min(axis=0) for m in range(len(self.sizes))])
+        found = self._candidates
+        fits = found.fixed_bytes + in_flight * found.in_flight_bytes <= found.budget_bytes
+        best = np.full(found.shape, inf)
+        best.ravel()[found.place[fits]] = found.cost_s[fits]  # of one place, the last counts
+        return best
 
     def choose(self, first: int, end: int, submesh: int, in_flight: int) -> StageChoice | None:
         """The best variant that fits, as a stage; None if none does."""

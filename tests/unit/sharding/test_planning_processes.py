@@ -221,6 +221,20 @@ def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             num_processes()
 
 
+@pytest.mark.parametrize(
+    ("limit", "most"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 4), ("?", 4)]
+)
+def test_a_container_may_have_less_than_all_cores(
+    limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(f"{limit}\n")
+    monkeypatch.setattr(planning_processes, "_CPU_LIMIT", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.delenv(VARIABLE)
+    assert num_processes() == most
+
+
 SCRIPT = """
 import os, sys, time
 print("begins", flush=True)
