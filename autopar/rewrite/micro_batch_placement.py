@@ -346,10 +346,12 @@ def _split_barrier(pair: Pair, dependence: dict[int, BatchDependence]) -> list[P
 
     def group(value: int) -> str:
         kind = dependence[value]
-        return "rows" if kind is ROWS else "same" if kind in (SAME, ZERO) else "sums"
+        if kind in (ROWS, SUM):  # the loop's; a recomputed layer waits for sums, the gradients
+            return "loop"
+        return "same" if kind in (SAME, ZERO) else "rest"
 
     pairs = []
-    for wanted in ("same", "rows", "sums"):
+    for wanted in ("same", "loop", "rest"):
         at = [i for i, r in enumerate(pair.results) if group(r) == wanted]
 
         def only(equation: Equation, at: list[int] = at) -> Equation:

@@ -108,7 +108,7 @@ class LoopedStep:
         if not chosen:
             return self
         assert self.step.loop is not None
-        body = rematerialise(self.body, chosen)
+        body = rematerialise(self.body, chosen, waits=False)
         program, at = self.step.program, self.step.loop
         loop = replace(program.equations[at], bodies=(body,))
         equations = (*program.equations[:at], loop, *program.equations[at + 1 :])

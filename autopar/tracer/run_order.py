@@ -3,12 +3,16 @@
 Most nodes run at their position in the graph. The exceptions:
 
 - *The update* is interleaved with the backward pass: it runs as soon as its operands exist.
-- *Gradients of parameters* come late where there are collectives to hide (`_late_gradients`).
+- *Gradients of parameters* come late where there are collectives to hide (`_late_gradients`), at
+  the latest where a barrier waits for them: in front of the next layer that is recomputed.
+- *Other products* of the backward pass come late there too, if what reads them waits for later ones
+  (`_late_branches`).
 - *Copies* of inputs, and zeros that the update reads, are made when they are first needed.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from autopar.ir.graph import Node, NodeKind
@@ -20,6 +24,7 @@ def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> 
     """`zeros`: values known to be zero; `overlaps`: XLA hides collectives under compute."""
     producer = {v: i for i, node in enumerate(nodes) for v in node.results}
     late = _late_gradients(nodes, producer) if overlaps else {}
+    late |= _late_branches(nodes, late) if overlaps else {}
     times: list[int] = []
     for index, node in enumerate(nodes):
         time = late.get(index, index)
@@ -77,9 +82,31 @@ def _late_gradients(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int
     return late
 
 
+def _late_branches(nodes: Sequence[Node], late: Collection[int]) -> dict[int, int]:
+    """Products of the backward pass that run after later ones, since what reads them waits for
+    these anyway: XLA plans backwards, and runs everything as late as it may."""
+    reached: dict[int, int] = {}  # value -> the first product or sum that waits for it
+    times: dict[int, int] = {}
+    products: list[int] = []  # those after the node, each negated, so in order
+    for index in range(len(nodes) - 1, -1, -1):
+        node = nodes[index]
+        reader = min((reached[v] for v in node.results if v in reached), default=None)
+        if node.is_heavy and node.region == BACKWARD and index not in late:
+            before = len(products) if reader is None else bisect_right(products, -reader)
+            if before < len(products):
+                times[index] = -products[before]
+            products.append(-index)
+        if node.is_heavy or node.kind is NodeKind.MERGE or node.name in REDUCTIONS:
+            reader = index
+        if reader is not None:
+            for value in node.operands:
+                reached[value] = min(reached.get(value, reader), reader)
+    return times
+
+
 def _latest_times(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, int]:
     """The products, scatters and sums of the backward pass that something waits for only at the end
-    of the step or of a loop's body, and that time."""
+    of the step, of a loop's body or of a recomputed layer, and that time."""
     carried = {
         value
         for index, node in enumerate(nodes)
@@ -100,6 +127,8 @@ def _latest_times(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, 
             need = index
         elif after and None not in after:
             need = min(time for time in after if time is not None)
+            if node.name == "optimization_barrier":  # a recomputed layer waits for it
+                need = index
         is_sum = node.name in REDUCTIONS and _reduces(node)
         is_product = node.is_heavy or is_scatter_add(node.name)
         comes_late = is_product or (is_sum and node.region == BACKWARD)

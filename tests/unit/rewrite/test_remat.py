@@ -160,8 +160,12 @@ def test_copies_are_backward_equations_of_the_same_module() -> None:
     assert all("rematted_computation" in str(e.name_stack) for e, _ in copied)
 
 
-def test_the_barrier_holds_the_cotangent_and_no_parameter() -> None:
-    _, after = check(train_step(unrolled_loss), PARAMS, X)
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_barrier_holds_the_cotangent_gradients_and_no_parameter(waits: bool) -> None:
+    before, after = check(train_step(unrolled_loss), PARAMS, X)
+    if not waits:
+        layers = worth_recomputing(find_layers(before.program, batch=before.batch))
+        after = replace(after, program=rematerialise(before.program, layers, waits=False))
     equations = after.program.equations
     regions = equation_regions(after.program)
     maker = {r: i for i, e in enumerate(equations) for r in e.results}
@@ -170,14 +174,16 @@ def test_the_barrier_holds_the_cotangent_and_no_parameter() -> None:
     read = {o for e in equations for o in e.operands if isinstance(o, int)}
     for barrier in barriers:
         assert not parameters & set(barrier.operands)
-        cotangents = [
+        awaited = [
             (o, r)
             for o, r in zip(barrier.operands, barrier.results, strict=True)
             if isinstance(o, int) and o in maker and regions[maker[o]] == BACKWARD
         ]
-        assert len(cotangents) == 1
+        # The cotangent, and both gradients of the layer whose backward pass came before.
+        shapes = sorted(after.program.avals[o].shape for o, _ in awaited)
+        assert shapes == [(4, 8), *([(8, 16), (16, 8)] if waits else [])]
         # XLA drops what leaves a barrier unread, and with it the order.
-        assert cotangents[0][1] in read
+        assert all(r in read for _, r in awaited)
 
 
 def test_casts_of_parameters_are_shared() -> None:

@@ -107,3 +107,27 @@ def test_gradients_in_a_loop_come_last_in_its_body() -> None:
     assert max(times) <= max(inside)
     late = [t for i, t in zip(products, times, strict=True) if t > i]
     assert late and min(late) > max(t for i, t in zip(products, times, strict=True) if t == i)
+
+
+def test_products_run_late_if_what_reads_them_waits_anyway() -> None:
+    """The gradient of an attention's values is not needed before those of queries and keys, which
+    wait for the scores' gradient; so the softmax is in memory beside both gradients."""
+
+    def loss_of(w, x):
+        q, k, v = jnp.split(x @ w["qkv"], 3, -1)
+        return jnp.sum((jax.nn.softmax(q @ k.T) @ v) @ w["out"])
+
+    weights = {"qkv": array(64, 3 * 64), "out": array(64, 64)}
+    graph = graph_of(train(loss_of), weights, array(256, 64), overlaps=True)
+    products = [
+        (i, graph.liveness.times[i], sorted(graph.values[n.results[0]].shape))
+        for i, n in enumerate(graph.nodes)
+        if n.region == "backward" and n.name == "dot_general"
+    ]
+    ((_, of_scores, _),) = [p for p in products if p[2] == [256, 256]]
+    # Gradients of the attention's output, then of values, queries and keys.
+    _, *parts = [p for p in products if p[2] == [64, 256]]
+    assert len(parts) == 3
+    assert {time for _, time, _ in parts} == {max(index for index, _, _ in parts)}
+    assert all(time > of_scores for _, time, _ in parts)
+    assert min(index for index, _, _ in parts) < max(index for index, _, _ in parts)
