@@ -66,8 +66,8 @@ def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
 
 
 def _unread_rows(program: Program, size: int) -> dict[int, int]:
-    """Constants that derivatives leave behind: nobody reads them, so nothing says whether they hold
-    rows. They do if they have as many, so that they are no arrays of the whole batch."""
+    """Broadcasts that derivatives leave behind: nobody reads them, so nothing says whether they
+    hold rows. They do if they have as many, so that they are no arrays of the whole batch."""
     equations = list(program.all_equations())
     bodies = [body for equation in equations for body in equation.bodies]
     read = {value for part in (program, *bodies) for value in part.output_values}
@@ -81,8 +81,9 @@ def _unread_rows(program: Program, size: int) -> dict[int, int]:
             kept = [o for o, v in zip(outside.consts, inside, strict=True) if v in read]
             operands = (*kept, *outside.carry, *outside.xs)
         read.update(values_in(operands))
-    broadcasts = [e for e in equations if e.name == "broadcast_in_dim" and not e.inputs]
-    unread = {value for equation in broadcasts for value in equation.results} - read
+    broadcasts = [e for e in equations if e.name == "broadcast_in_dim"]
+    along_rows = [e for e in broadcasts if 0 not in e.params["broadcast_dimensions"]]
+    unread = {value for equation in along_rows for value in equation.results} - read
     unread.update(value for operand, value in handed[::-1] if operand in unread)
     return {value: 0 for value in unread if program.avals[value].shape[:1] == (size,)}
 
