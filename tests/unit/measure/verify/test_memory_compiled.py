@@ -152,10 +152,10 @@ def peaks(
 def test_recomputation_that_waits_for_gradients_frees_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With barriers as `jax.checkpoint` has them, half of the layers' activations stay."""
+    """With barriers as `jax.checkpoint` has them, this step needs more than without."""
     arguments = deep, [(array(512, 2048), array(2048, 512))] * 8, array(65536, 512), 8
     _, whole = peaks(*arguments, "none")
     _, waiting = peaks(*arguments, "all")
     monkeypatch.setattr(remat._Rematerialiser, "gradients_before", lambda self, firsts: {})
     _, eager = peaks(*arguments, "all")
-    assert waiting < 0.85 * eager < eager < whole
+    assert waiting < 0.7 * min(whole, eager)
