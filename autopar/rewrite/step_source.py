@@ -33,7 +33,9 @@ from autopar.tracer.trace import StepOptions, trace
 # A number of micro-batches, and the layers to recompute: their names and equations.
 _Form = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
 _MOST_KEPT = 4  # steps of any form
-_MOST_UNROLLED = 6000  # equations of a step whose layers are written out: 20 blocks or so
+# Equations of a step whose layers are written out: 50 blocks or so, which XLA compiles for a GPU in
+# a minute of one core, for 15 seconds as a scan.
+_MOST_UNROLLED = 15_000
 
 
 @dataclass

@@ -170,7 +170,7 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
     that fits and is clearly faster; where scans stack residuals, of our choice or of the user's
     `jax.checkpoint`. On CPUs XLA would merge recomputed layers with their copies, and under ZeRO-3
     each trip gathers its layer and frees it: there scans stay. `took_s`: to make the plan at
-    hand."""
+    hand, on all meshes; written out, the step is planned on one, with more equations."""
     step, plan, log = planned.traced, planned.plan, whole.log
     if plan.num_devices > 1 and not _shards_alike(whole.method):
         return None
@@ -186,6 +186,10 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
         if source is None:
             return None
         meshes = candidate_meshes(whole.cluster, whole.method)
+        sizes = [one.whole.program.num_equations() for one in (source, whole.source)]
+        longer = sizes[0] / sizes[1] / (1 if whole.mesh else len(meshes))
+        if not log.deadline.allows(took_s * longer):
+            return None
         mesh = whole.mesh or next((m for m in meshes if m.shape == plan.mesh_shape), None)
         form = replace(whole, source=source, mesh=mesh, in_full=False, is_noted=False)
         other = _plan_whole(form)
