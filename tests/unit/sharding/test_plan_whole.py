@@ -80,7 +80,9 @@ def test_a_scan_that_would_not_fit_written_out_stays() -> None:
     assert plan.estimated_peak_bytes <= budget
     free = autopar.ShardingOptions(memory_budget_bytes=budget)
     cut = plan_of(autopar.AutoParallel(options=free))
-    assert cut.unrolled and cut.num_micro_batches > 1, "written-out layers fit in micro-batches"
+    assert cut.unrolled, "written-out layers fit if one is recomputed, or in micro-batches"
+    assert cut.remat or cut.num_micro_batches > 1
+    assert cut.estimated_peak_bytes <= budget
     assert cut.estimated_step_s < plan.estimated_step_s
 
 
