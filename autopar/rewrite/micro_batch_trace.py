@@ -84,7 +84,9 @@ def _unread_rows(program: Program, size: int) -> dict[int, int]:
     broadcasts = [e for e in equations if e.name == "broadcast_in_dim"]
     along_rows = [e for e in broadcasts if 0 not in e.params["broadcast_dimensions"]]
     unread = {value for equation in along_rows for value in equation.results} - read
-    unread.update(value for operand, value in handed[::-1] if operand in unread)
+    for operand, value in reversed(handed):
+        if isinstance(operand, int) and operand in unread:
+            unread.add(value)
     return {value: 0 for value in unread if program.avals[value].shape[:1] == (size,)}
 
 

@@ -157,7 +157,7 @@ class _Unroller:
 
     def trip_of(self, equation: Equation) -> tuple[int, int] | None:
         """The stack of an unrolled scan and the trip, if the equation takes that trip's slice."""
-        if equation.name != "slice" or equation.operands[0] not in self.stacks:
+        if equation.name != "slice" or not self.stacks.intersection(equation.inputs):
             return None
         (stack,) = equation.inputs
         (_, *rest), aval = self.program.avals[stack].shape, self.program.avals[equation.results[0]]

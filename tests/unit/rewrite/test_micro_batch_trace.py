@@ -123,6 +123,10 @@ def newton(w: Any, x: Any) -> Any:
     return jax.lax.while_loop(is_open, improve, (start, start + 1, 0))[0]
 
 
+def repeated(x: Any, scale: Any) -> Any:
+    return jax.lax.scan(lambda h, _: (h * scale, None), x, None, length=3)[0]
+
+
 def branched(w: Any, x: Any) -> Any:
     return jax.lax.cond(jnp.sum(w) > 0, lambda a: jnp.sin(a @ w), lambda a: (a + 1) @ w, x)
 
@@ -149,6 +153,7 @@ STEPS = {
     "gradient of a scan": jax.grad(scanned),
     "a loop with a condition": newton,
     "branches": branched,
+    "a loop that reads a number": lambda w, x: repeated(x @ w, jnp.float32(3.0)),
     "features split": lambda w, x: sum(jnp.split(x @ w, 2, 1)),
     "features one by one": lambda w, x: sum(column**2 for column in (x @ w).T),
     "features stacked": lambda w, x: jnp.stack([x @ w, x @ w**2], 1),
