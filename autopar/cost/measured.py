@@ -36,7 +36,7 @@ OfSizes = Callable[[np.ndarray], np.ndarray]  # of sizes in the last dimension
 
 _CACHED = 65536
 WHOLE_ROWS = 16  # bytes that kernels load at once
-# The time from one empty GPU kernel to the next, if it was not measured.
+# The time from one small GPU kernel of a step to the next.
 USUAL_KERNEL_S = 2e-6
 # Types whose samples a type without its own can use, best first.
 _LIKE = {
@@ -202,19 +202,19 @@ class MeasuredCosts:
         return None
 
     def kernels_s(
-        self, kind: str, dtype: str, num_kernels: float, num_bytes: float, in_loop: bool = False
+        self, kind: str, dtype: str, num_kernels: float, num_bytes: float
     ) -> float | None:
         """The time of kernels that move `num_bytes` together. On GPUs the values that a step reads
-        were written too long ago to be cached: the rate is that of the largest sample. A loop
-        starts its kernels anew in every trip, which samples, as most of a step, do only once."""
+        were written too long ago to be cached: the rate is that of the largest sample. And a kernel
+        there waits for the one before it to end, which samples of the same work again and again
+        hide."""
         curve = self.stream(kind, dtype)
         if curve is None:
             return None
-        min_s = num_kernels * min(curve.floor_s, self.min_kernel_s)
         if self.profile.platform == "cpu":
+            min_s = num_kernels * min(curve.floor_s, self.min_kernel_s)
             return min_s + max(0.0, curve(num_bytes) - curve.floor_s)
-        if in_loop:
-            min_s = num_kernels * max(self.min_kernel_s, USUAL_KERNEL_S)
+        min_s = num_kernels * max(self.min_kernel_s, USUAL_KERNEL_S)
         return min_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
 
     @cached_property

@@ -478,7 +478,7 @@ class _Kernels:
         if any(name in _GATHERS for name in names):
             return "gather"
         inside = (self.nodes[index] for index in kernel.members)
-        if any(node.name == "transpose" and self.moves_last(node) for node in inside):
+        if any(map(self.is_transpose, inside)):
             return "transpose"
         plain = ("concatenate", "dynamic_update_slice", "copy", "convert_element_type", "pad")
         return "copy" if all(name in plain for name in names) else "elementwise"
@@ -494,8 +494,17 @@ class _Kernels:
     def sums_along_rows(self, node: Node) -> bool:
         return node.name.startswith(_REDUCTIONS) and not self.sums_rows(node)
 
-    def moves_last(self, node: Node) -> bool:
-        return bool(node.operands) and node.rule.operands[0][-1:] != node.rule.results[0][-1:]
+    def is_transpose(self, node: Node) -> bool:
+        """Whether a node moves the last dimension, and no product does that for it: one without a
+        batch writes its result in either order."""
+        if node.name != "transpose" or not node.operands:
+            return False
+        maker = self.nodes[self.producer[self.source[node.operands[0]]]]
+        if maker.name == "dot_general" and len(maker.operands) == 2:
+            one, other = ({f for dim in dims for f in dim} for dims in maker.rule.operands)
+            if not one & other - maker.rule.reduction:
+                return False
+        return node.rule.operands[0][-1:] != node.rule.results[0][-1:]
 
 
 def _is_in_place(node: Node) -> bool:

@@ -9,11 +9,11 @@ import pytest
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
 from autopar.cost.curves import Curve, RateTable
-from autopar.cost.measured import MeasuredCosts, min_work_s
+from autopar.cost.measured import USUAL_KERNEL_S, MeasuredCosts, min_work_s
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.profile import COLLECTIVES
+from autopar.ir.profile import COLLECTIVES, load_profile
 from examples.models import build
 from tests.machine_profiles import (
     BANDWIDTH,
@@ -101,6 +101,13 @@ def test_attention_without_a_mask_is_twice_as_much_work() -> None:
     whole = COSTS.attention_s("bfloat16", False, False, 128, 2048, 64)
     assert masked == pytest.approx(1e-9 * 2048**2)
     assert whole == pytest.approx(2 * 1e-9 * 2048**2)
+
+
+def test_every_kernel_of_a_gpu_waits_for_the_one_before() -> None:
+    costs = MeasuredCosts(load_profile("h200"))
+    few, many = (costs.kernels_s("elementwise", "float32", n, 1e9) for n in (1, 11))
+    assert few is not None and many is not None
+    assert many - few == pytest.approx(10 * USUAL_KERNEL_S)
 
 
 def test_noise_is_pooled() -> None:

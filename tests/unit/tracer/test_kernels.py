@@ -107,6 +107,17 @@ def test_rows_of_odd_length_in_16_bits_are_loaded_one_by_one() -> None:
     assert moved_by(255) == pytest.approx(2 * moved_by(256), rel=0.05)
 
 
+def test_a_product_without_a_batch_writes_its_result_in_either_order() -> None:
+    def stream(graph: Graph) -> str:
+        return node(graph, "sin").traffic.stream  # type: ignore[union-attr]
+
+    assert stream(graph_of(lambda x, w: jnp.sin((x @ w).T), X, W)) == "elementwise"
+    assert stream(graph_of(lambda x: jnp.sin(jnp.sort(x).T), X)) == "transpose"
+    many = np.zeros((4, 256, 256), np.float32)
+    batched = graph_of(lambda x: jnp.sin(jnp.einsum("bij,bjk->bik", x, x).swapaxes(1, 2)), many)
+    assert stream(batched) == "transpose"
+
+
 def test_a_sum_over_rows_joins_the_kernel_that_makes_them() -> None:
     def fn(x, w):
         y = jnp.tanh(x)
