@@ -36,7 +36,7 @@ from autopar.errors import ArgumentError
 from autopar.progress import LOGGER, debugs
 
 VARIABLE = "AUTOPAR_PLANNING_PROCESSES"
-_MOST = 4  # processes by default, this one included
+_MOST = 4  # processes that are chosen, this one included
 _WORTH_S = 4.0  # of work for which a process is started: it takes about two to import JAX
 _PATIENCE_S = 30.0  # to wait for a job at least, where there is no hurry
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
@@ -52,12 +52,13 @@ Job = TypeVar("Job")
 
 
 def num_processes() -> int:
-    """How many processes may plan, this one included."""
-    given = os.environ.get(VARIABLE, "")
-    if not given:
+    """How many processes may plan, this one included. It is one unless the user asks for more:
+    where time is short, who is faster tries other plans, and not always better ones."""
+    given = os.environ.get(VARIABLE, "") or "1"
+    if given == "auto":
         return min(_MOST, _num_cores())
     if not given.isascii() or not given.isdigit() or int(given) < 1:
-        raise ArgumentError(f"{VARIABLE}={given!r}: needs a number of processes ≥ 1.")
+        raise ArgumentError(f"{VARIABLE}={given!r}: needs a number of processes ≥ 1, or 'auto'.")
     return int(given)
 
 

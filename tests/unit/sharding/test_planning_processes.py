@@ -212,6 +212,8 @@ def test_one_that_ends_while_it_starts_is_done_without(monkeypatch: pytest.Monke
 
 def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
+    assert num_processes() == 1
+    monkeypatch.setenv(VARIABLE, "auto")
     assert 1 <= num_processes() <= 4
     monkeypatch.setenv(VARIABLE, "7")
     assert num_processes() == 7
@@ -231,7 +233,7 @@ def test_a_container_may_have_less_than_all_cores(
     file.write_text(f"{limit}\n")
     monkeypatch.setattr(planning_processes, "_CPU_LIMIT", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(VARIABLE, "auto")
     assert num_processes() == most
 
 
