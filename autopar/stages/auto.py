@@ -75,7 +75,7 @@ def _has_time(task: AutoTask, what: str) -> bool:
 def _best_planned(task: AutoTask, outcomes: Outcomes, one_mesh: bool) -> PlannedStep | None:
     if task.cluster.num_devices == 1:
         outcomes.tried[PIPELINES] = "not tried: there is one device"
-        return _on_one_device(task, outcomes)
+        return _or_cut(task, outcomes, outcomes.on_one_mesh())
     if one_mesh:
         outcomes.tried[PIPELINES] = "not tried: one mesh was asked for"
         return _fitted_on_one_mesh(task, outcomes)
@@ -92,8 +92,8 @@ def _one_mesh_first(task: AutoTask, outcomes: Outcomes, reason: str | None) -> P
     can be faster. `reason`: why it cannot be searched, if that is known."""
     whole = outcomes.on_one_mesh()
     is_too_large = whole is None and outcomes.misfit is not None
-    if is_too_large:
-        whole = _with_micro_batches(task, outcomes)
+    if whole is not None or is_too_large:
+        whole = _or_cut(task, outcomes, whole)
     whole_s = inf if whole is None else whole.plan.estimated_step_s
     reason = reason or _why_too_slow(task, whole)
     pipeline = None
@@ -263,14 +263,13 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | Non
             return _with_micro_batches(task, outcomes)
         if task.log.deadline.is_short and not may_fit(task):
             return _with_micro_batches(task, outcomes) or outcomes.on_one_mesh()
-    return outcomes.on_one_mesh() or _with_micro_batches(task, outcomes)
+    return _or_cut(task, outcomes, outcomes.on_one_mesh())
 
 
-def _on_one_device(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
-    """The step as it is, if it fits; else the fastest of plans that recompute layers, cut the
-    batch, or both. Once a cut batch needs no recomputation, a finer cut gains nothing."""
-    best = outcomes.on_one_mesh()
-    if best is not None and not best.plan.remat:
+def _or_cut(task: AutoTask, outcomes: Outcomes, best: PlannedStep | None) -> PlannedStep | None:
+    """This plan of the whole batch if it recomputes nothing; else the fastest of it and of plans
+    that cut the batch. Once a cut batch needs no recomputation, a finer cut gains nothing."""
+    if best is not None and (not best.plan.remat or not _has_time(task, "micro-batches")):
         return best
     for planned in _cut_plans(task, outcomes):
         if best is None or planned.plan.estimated_step_s < best.plan.estimated_step_s:

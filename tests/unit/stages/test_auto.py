@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import auto, auto_task, plan_pipeline
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace import StepOptions
-from tests.unit.stages.traced_sizes import zero_by_a_loop
+from tests.unit.stages.traced_sizes import zero_by_factors
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
 BATCH = {"x": jnp.ones((8, 16))}
@@ -67,7 +68,7 @@ def test_a_step_that_takes_the_whole_batch_alone_is_left_whole() -> None:
     def picky(weights, batch):
         if batch["x"].shape[0] != 8192:
             raise ValueError("needs 8192 rows")
-        return jnp.sum(forward(weights, batch["x"])) + zero_by_a_loop()
+        return jnp.sum(forward(weights, batch["x"])) + zero_by_factors(batch["x"])
 
     assert "cannot be called with a micro-batch: needs 8192 rows" in notes_of(picky)
 
@@ -337,11 +338,12 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
         numbers.append(step.method.num_micro_batches)
         if step.method.num_micro_batches < 4:
             raise MemoryBudgetError("too large", 2.0, 1.0)
-        return "a plan"
+        return made
 
+    made = SimpleNamespace(plan=SimpleNamespace(remat=(), estimated_step_s=1.0))
     monkeypatch.setattr(auto, "may_fit", lambda task, number=1: number >= 4)
     monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
-    assert auto._fitted_on_one_mesh(task, auto_task.Outcomes(task)) == "a plan"
+    assert auto._fitted_on_one_mesh(task, auto_task.Outcomes(task)) is made
     assert numbers == ([4] if is_late else [1, 2, 4])
 
 

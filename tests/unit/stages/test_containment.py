@@ -19,7 +19,7 @@ from autopar.sharding import plan_mesh, plan_whole
 from autopar.stages import auto, auto_task, choose_stages, plan_pipeline, table_bench
 from autopar.tracer import rules
 from examples.models import build
-from tests.unit.stages.traced_sizes import zero_by_a_loop
+from tests.unit.stages.traced_sizes import zero_by_factors
 
 pytestmark = pytest.mark.representatives(
     "test_a_mesh_that_fails_is_left_out_and_named",
@@ -150,7 +150,7 @@ def test_what_the_users_function_raises_comes_through(method: Any) -> None:
     def picky(weights: list[Any], batch: dict[str, Any]) -> Any:
         if batch["x"].shape[0] != 16:
             raise KeyError("needs 16 rows")
-        return train_step(weights, batch), zero_by_a_loop()
+        return train_step(weights, batch), zero_by_factors(batch["x"])
 
     with pytest.raises(KeyError, match="needs 16 rows"):
         plan(method, fn=picky)
@@ -280,7 +280,7 @@ def test_a_number_that_the_user_cannot_have_is_noted_without_a_warning(
     def picky(weights: list[Any], batch: dict[str, Any]) -> Any:
         if batch["x"].shape[0] < 4:
             raise ValueError("needs 4 rows")
-        return train_step(weights, batch), zero_by_a_loop()
+        return train_step(weights, batch), zero_by_factors(batch["x"])
 
     monkeypatch.setattr(plan_pipeline, "first_micro_batches", lambda *_: 4)
     monkeypatch.setattr(choose_stages, "WORTH_ANOTHER", 1.0)

@@ -23,7 +23,7 @@ from autopar import (
 )
 from autopar.methods import DataParallel, Zero2Parallel, Zero3Parallel
 from autopar.stages import auto_task
-from tests.unit.stages.traced_sizes import zero_by_a_loop
+from tests.unit.stages.traced_sizes import zero_by_factors
 
 WIDTH, LAYERS, ROWS = 64, 3, 32
 HOST = autopar.ClusterSpec(1, 4, "h100-sxm")
@@ -124,14 +124,19 @@ def test_methods_that_fix_layouts_have_no_budget_and_warn(method: Any) -> None:
 @pytest.mark.parametrize("cluster", [HOST, HOSTS], ids=["one host", "two hosts"])
 def test_a_batch_that_cannot_be_cut_to_single_rows_does_not_hide_the_misfit(cluster: Any) -> None:
     """The state fits, so everything is tried, down to one row, which is another program."""
-    error = misfit(AutoParallel(options=within(1.05 * STATE_BYTES / 4)), cluster=cluster)
+
+    def traced(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        state, loss = train_step(state, batch)
+        return state, loss + zero_by_factors(batch["x"])
+
+    error = misfit(AutoParallel(options=within(1.05 * STATE_BYTES / 4)), traced, cluster)
     batch, pipelines = error.tried["micro-batches"], error.tried["pipelines"]
     assert batch.startswith("tried: ")
-    assert "32 are not possible: train_step: at " in batch
+    assert "32 are not possible: traced: at " in batch
     assert "depends on the batch size" in batch
     assert "16 of them need " in batch
     assert "recomputes" in error.tried["recomputation"]
-    assert pipelines.startswith("tried: train_step: no pipeline of its ")
+    assert pipelines.startswith("tried: traced: no pipeline of its ")
     assert error.num_micro_batches is None and "num_micro_batches=" not in str(error)
 
 
@@ -168,7 +173,7 @@ def test_micro_batches_of_the_default_that_fit_are_taken() -> None:
 def closed_over(method: Any, rows: int) -> MemoryBudgetError:
     def fixed(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         state, loss = train_step(state, {**batch, "x": batch["x"].reshape(rows, WIDTH)})
-        return state, loss + zero_by_a_loop()
+        return state, loss + zero_by_factors(batch["x"])
 
     return misfit(method, fixed, rows=rows)
 
