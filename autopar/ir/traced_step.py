@@ -115,6 +115,15 @@ class TracedStep:
             loop = next(i for i, e in enumerate(program.equations) if e.results == results)
         return replace(self, program=program, loop=loop, **changes)
 
+    def with_loop_body(self, body: Program, **changes: Any) -> TracedStep:
+        """With a rewritten body of the loop over micro-batches; its avals become the program's."""
+        program, at = self.program, self.loop
+        assert at is not None
+        loop = replace(program.equations[at], bodies=(body,))
+        equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
+        program = replace(program, equations=equations, avals=body.avals)
+        return replace(self, program=program, **changes)
+
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         """The step's result, with `leaves` as its array leaves."""
         return tree_unflatten(self.out_tree, _with_static(leaves, self.out_static))

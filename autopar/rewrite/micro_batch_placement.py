@@ -346,12 +346,10 @@ def _split_barrier(pair: Pair, dependence: dict[int, BatchDependence]) -> list[P
 
     def group(value: int) -> str:
         kind = dependence[value]
-        if kind in (ROWS, SUM):  # the loop's; a recomputed layer waits for sums, the gradients
-            return "loop"
-        return "same" if kind in (SAME, ZERO) else "rest"
+        return "rows" if kind is ROWS else "same" if kind in (SAME, ZERO) else "sums"
 
     pairs = []
-    for wanted in ("same", "loop", "rest"):
+    for wanted in ("same", "rows", "sums"):
         at = [i for i, r in enumerate(pair.results) if group(r) == wanted]
 
         def only(equation: Equation, at: list[int] = at) -> Equation:

@@ -6,10 +6,8 @@ stay in memory. As with `jax.checkpoint`, one optimization barrier takes the lay
 with a cotangent that exists only then, so that XLA can neither merge the copies with the originals
 nor compute them early.
 
-The barrier also waits for the gradients of parameters that the backward pass has made by then. Left
-to itself, XLA runs their products late on several devices, to hide collectives under them, and so
-keeps their operands, the recomputed activations of about half of the layers. Now those of one layer
-are in memory at a time, and a layer's collectives run under its own products.
+On one mesh, `rewrite.gradient_waits` lets the barrier also wait for the gradients that the backward
+pass has made by then.
 
 The barrier takes the activations that the layer reads, and the operands of a copied equation that
 reads nothing else behind the barrier (the key of random bits). It takes no parameters that are read
@@ -26,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
@@ -44,17 +41,16 @@ def with_remat(traced: TracedStep, layers: Sequence[Layer]) -> TracedStep:
     return replace(traced, program=program, remat=tuple(layer.name for layer in layers))
 
 
-def rematerialise(program: Program, layers: Sequence[Layer], *, waits: bool = True) -> Program:
-    """The program with these layers recomputed in the backward pass, each after the gradients of
-    later layers if it `waits` (stages must not: those layers may be on other devices). Values keep
-    their numbers, new ones come after them. The result depends only on the equations of program and
-    layers, so that equal programs with other shapes change in the same way."""
-    return _Rematerialiser(program, waits).run(layers)
+def rematerialise(program: Program, layers: Sequence[Layer]) -> Program:
+    """The program with these layers recomputed in the backward pass. Values keep their numbers, new
+    ones come after them. The result depends only on the equations of program and layers, so that
+    equal programs with other shapes change in the same way."""
+    return _Rematerialiser(program).run(layers)
 
 
 class _Rematerialiser:
-    def __init__(self, program: Program, waits: bool) -> None:
-        self.program, self.waits = program, waits
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.copier = Copier(list(program.avals))
         self.regions = equation_regions(program)
         self.outputs = set(program.output_values)
@@ -79,11 +75,9 @@ class _Rematerialiser:
                 maybe_dead.update(layer.equations)
         equations: list[tuple[Equation, bool]] = []
         renamed: dict[int, int] = {}  # what backward equations read instead
-        gradients = self.gradients_before(sorted(recomputed)) if self.waits else {}
         for index, equation in enumerate(self.program.equations):
             for layer, residuals, stored in recomputed.get(index, ()):
-                ready = gradients.pop(index, ())
-                copies = self.recomputed(layer, residuals, stored, index, ready, renamed)
+                copies = self.recomputed(layer, residuals, stored, index, renamed)
                 equations += [(copy, False) for copy in copies]
             if self.regions[index] != FORWARD:
                 operands = rename(equation.operands, renamed)
@@ -130,11 +124,10 @@ class _Rematerialiser:
         residuals: set[int],
         stored: set[int],
         first: int,
-        gradients: Sequence[int],
         renamed: dict[int, int],
     ) -> list[Equation]:
-        """The barrier, which waits for `gradients`, and the copies in front of equation `first`;
-        adds their names to `renamed`."""
+        """The barrier and the copies in front of equation `first`; adds their names to
+        `renamed`."""
         originals = [self.program.equations[i] for i in layer.equations]
         chosen, read = needed_equations(originals, residuals, stored)
         inside = {r for e in originals for r in e.results}
@@ -151,32 +144,13 @@ class _Rematerialiser:
         equations: list[Equation] = []
         token = self.token(first)
         if shielded:
-            awaited = [*gradients] if token is None else [token, *gradients]
-            now = [renamed.get(v, v) for v in awaited]
+            now = [] if token is None else [renamed.get(token, token)]
             equations.append(self.copier.barrier([*sorted(shielded), *now], chosen[0], local))
-            renamed.update((v, local.pop(n)) for v, n in zip(awaited, now, strict=True))
+            if token is not None:
+                renamed[token] = local.pop(now[0])
         equations += [self.copier.equation(e, local) for e in chosen]
         renamed.update((v, local[v]) for v in residuals)
         return equations
-
-    def gradients_before(self, firsts: Sequence[int]) -> dict[int, list[int]]:
-        """For each of these positions, where a layer's backward pass begins: what the backward pass
-        made since the one before, is read later, and no such layer's cotangent depends on."""
-        cotangents = {v for first in firsts if (v := self.token(first)) is not None}
-        for index in range(len(self.program.equations) - 1, -1, -1):
-            equation = self.program.equations[index]
-            if self.regions[index] == BACKWARD and not cotangents.isdisjoint(equation.results):
-                cotangents.update(equation.inputs)
-        return {
-            first: [
-                value
-                for index in range(before, first)
-                if self.regions[index] == BACKWARD
-                for value in self.program.equations[index].results
-                if value not in cotangents and max(self.readers.get(value, (-1,))) >= first
-            ]
-            for before, first in pairwise((0, *firsts))
-        }
 
     def token(self, first: int) -> int | None:
         """The first cotangent made before equation `first` and read from there on: the cotangent

@@ -20,6 +20,7 @@ from typing import Any
 
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
+from autopar.rewrite.gradient_waits import await_gradients
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.merge_equal import merge_equal
 from autopar.rewrite.micro_batch_trace import derive_micro_batch
@@ -46,6 +47,7 @@ class StepSource:
     _micro: dict[int, TracedStep] = field(default_factory=dict, init=False)
     _loops: dict[int, TracedStep] = field(default_factory=dict, init=False)
     _changed: dict[_Form, TracedStep] = field(default_factory=dict, init=False)
+    _waiting: dict[_Form, TracedStep] = field(default_factory=dict, init=False)
     _scanned: StepSource | None = None  # of a step that is written out: as it was traced
 
     @classmethod
@@ -84,7 +86,7 @@ class StepSource:
             if num_micro_batches == 1:
                 loop = _finished(loop_single_microbatch(whole))
             elif whole is self.whole:  # no scans
-                loop = self.with_recomputation((), num_micro_batches)
+                loop = self._recomputing((), num_micro_batches)
             else:
                 micro = unroll_scans(self.micro_batch(num_micro_batches))
                 loop = _finished(accumulate(whole, micro, num_micro_batches))
@@ -94,17 +96,21 @@ class StepSource:
     def with_recomputation(self, layers: Sequence[Layer], num_micro_batches: int = 1) -> TracedStep:
         """As one program; with more than one micro-batch, it loops over them."""
         form = num_micro_batches, tuple((layer.name, layer.equations) for layer in layers)
-        step = self._changed.pop(form, None)
+        step = self._waiting.get(form)
+        if step is None:
+            step = await_gradients(self._recomputing(layers, num_micro_batches))
+        return _keep(self._waiting, form, step)
+
+    def _recomputing(self, layers: Sequence[Layer], num_micro_batches: int) -> TracedStep:
+        form = num_micro_batches, tuple((layer.name, layer.equations) for layer in layers)
+        step = self._changed.get(form)
         if step is None and num_micro_batches == 1:
             step = _finished(thin_scans(with_remat(self.whole, layers)))
         elif step is None:
             micro = self.micro_batch(num_micro_batches)
             step = accumulate(self.whole, micro, num_micro_batches, layers)
             step = _finished(thin_scans(step))
-        self._changed[form] = step
-        while len(self._changed) > _MOST_KEPT:
-            del self._changed[next(iter(self._changed))]
-        return step
+        return _keep(self._changed, form, step)
 
     @cached_property
     def written_out(self) -> StepSource | None:
@@ -118,6 +124,15 @@ class StepSource:
     @cached_property
     def _unrolled(self) -> TracedStep:
         return unroll_scans(self.whole)
+
+
+def _keep(kept: dict[_Form, TracedStep], form: _Form, step: TracedStep) -> TracedStep:
+    """Put the step last among those that are kept, and drop the first if they are too many."""
+    kept.pop(form, None)
+    kept[form] = step
+    while len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
+    return step
 
 
 def _finished(step: TracedStep) -> TracedStep:

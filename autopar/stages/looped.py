@@ -107,13 +107,8 @@ class LoopedStep:
         chosen = self.worth_recomputing(numbers)
         if not chosen:
             return self
-        assert self.step.loop is not None
-        body = rematerialise(self.body, chosen, waits=False)
-        program, at = self.step.program, self.step.loop
-        loop = replace(program.equations[at], bodies=(body,))
-        equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
-        program = replace(program, equations=equations, avals=body.avals)
-        step = replace(self.step, program=program, remat=tuple(layer.name for layer in chosen))
+        body = rematerialise(self.body, chosen)
+        step = self.step.with_loop_body(body, remat=tuple(layer.name for layer in chosen))
         return LoopedStep(step, move_layers(self.body, self.layers, body))
 
 

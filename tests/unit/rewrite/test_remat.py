@@ -160,12 +160,8 @@ def test_copies_are_backward_equations_of_the_same_module() -> None:
     assert all("rematted_computation" in str(e.name_stack) for e, _ in copied)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_barrier_holds_the_cotangent_gradients_and_no_parameter(waits: bool) -> None:
-    before, after = check(train_step(unrolled_loss), PARAMS, X)
-    if not waits:
-        layers = worth_recomputing(find_layers(before.program, batch=before.batch))
-        after = replace(after, program=rematerialise(before.program, layers, waits=False))
+def test_the_barrier_holds_the_cotangent_and_no_parameter() -> None:
+    _, after = check(train_step(unrolled_loss), PARAMS, X)
     equations = after.program.equations
     regions = equation_regions(after.program)
     maker = {r: i for i, e in enumerate(equations) for r in e.results}
@@ -174,16 +170,14 @@ def test_the_barrier_holds_the_cotangent_gradients_and_no_parameter(waits: bool)
     read = {o for e in equations for o in e.operands if isinstance(o, int)}
     for barrier in barriers:
         assert not parameters & set(barrier.operands)
-        awaited = [
+        cotangents = [
             (o, r)
             for o, r in zip(barrier.operands, barrier.results, strict=True)
             if isinstance(o, int) and o in maker and regions[maker[o]] == BACKWARD
         ]
-        # The cotangent, and both gradients of the layer whose backward pass came before.
-        shapes = sorted(after.program.avals[o].shape for o, _ in awaited)
-        assert shapes == [(4, 8), *([(8, 16), (16, 8)] if waits else [])]
+        assert len(cotangents) == 1
         # XLA drops what leaves a barrier unread, and with it the order.
-        assert all(r in read for _, r in awaited)
+        assert cotangents[0][1] in read
 
 
 def test_casts_of_parameters_are_shared() -> None:
