@@ -268,13 +268,14 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | Non
 
 def _or_cut(task: AutoTask, outcomes: Outcomes, best: PlannedStep | None) -> PlannedStep | None:
     """This plan of the whole batch if it recomputes nothing; else the fastest of it and of plans
-    that cut the batch. Once a cut batch needs no recomputation, a finer cut gains nothing."""
+    that cut the batch. Once memory costs a cut batch nothing, a finer cut gains nothing."""
     if best is not None and (not best.plan.remat or not _has_time(task, "micro-batches")):
         return best
     for planned in _cut_plans(task, outcomes):
         if best is None or planned.plan.estimated_step_s < best.plan.estimated_step_s:
             best = planned
-        if not planned.plan.remat or not _has_time(task, "more micro-batches"):
+        has_room = not planned.plan.remat and not planned.plan.solver.unbounded
+        if has_room or not _has_time(task, "more micro-batches"):
             break
     return best
 

@@ -16,6 +16,7 @@ from autopar.tracer.trace import StepOptions
 from tests.unit.tracer.test_flatten import evaluate
 
 ROWS, WIDTH, LAYERS = 16, 8, 3
+SHAPE = WIDTH, WIDTH  # of a layer's weights
 
 
 def train_step(weights: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -55,7 +56,8 @@ def test_a_barrier_takes_the_gradient_of_the_layer_after_it() -> None:
     assert added == [0, *[1] * (LAYERS - 1)]
     for barrier in after[1:]:
         assert waiting.program.avals[barrier.results[-1]].shape == (WIDTH, WIDTH)
-    updates = [e for e in waiting.program.equations if e.name == "sub"]
+    subtractions = [e for e in waiting.program.equations if e.name == "sub"]
+    updates = [e for e in subtractions if waiting.program.avals[e.results[0]].shape == SHAPE]
     made = waiting.program.producers()
     awaited = {barrier.results[-1] for barrier in after[1:]}
     scaled = [waiting.program.equations[made[e.inputs[1]]] for e in updates]

@@ -340,7 +340,8 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
             raise MemoryBudgetError("too large", 2.0, 1.0)
         return made
 
-    made = SimpleNamespace(plan=SimpleNamespace(remat=(), estimated_step_s=1.0))
+    solver = SimpleNamespace(unbounded=())
+    made = SimpleNamespace(plan=SimpleNamespace(remat=(), solver=solver, estimated_step_s=1.0))
     monkeypatch.setattr(auto, "may_fit", lambda task, number=1: number >= 4)
     monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
     assert auto._fitted_on_one_mesh(task, auto_task.Outcomes(task)) is made
