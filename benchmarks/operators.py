@@ -27,7 +27,7 @@ _MEANING = {
     "Shardy": "the rule that XLA's partitioner follows, read from Shardy",
     "ours": "a rule of autopar's, where Shardy has none or XLA splits badly",
     "loop": "control flow: the bodies are sharded equation by equation",
-    "inlined": "a call: its body takes its place before anything is sharded",
+    "inlined": "its body, or simpler operators, take its place before anything is sharded",
     "replicated": "every device computes all of it",
 }
 

@@ -177,6 +177,7 @@ class PlanningProcesses:
     """The processes of one plan, started when there is work for them. A context: it ends them."""
 
     def __init__(self) -> None:
+        num_processes()  # a wrong number is an error of every plan, large or small
         self.running: list[PlanningProcess] = []
         self._subject: Subject | None = None
 

@@ -110,7 +110,7 @@ def _one_mesh_first(task: AutoTask, outcomes: Outcomes, reason: str | None) -> P
         return _with_notes(pipeline, whole_s)
     note = outcomes.tried.get(PIPELINES)
     if whole is None and not is_too_large:
-        whole = _with_micro_batches(task, outcomes)
+        whole = _or_cut(task, outcomes, None)
     if whole is None:
         return None
     search = None if pipeline is None else pipeline.plan.search
@@ -260,29 +260,26 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | Non
     fit is not tried first; what is known not to fit is not tried at all."""
     if task.number_is_free:
         if least_bytes(task, 1) > task.budget_bytes:
-            return _with_micro_batches(task, outcomes)
+            return _or_cut(task, outcomes, None)
         if task.log.deadline.is_short and not may_fit(task):
-            return _with_micro_batches(task, outcomes) or outcomes.on_one_mesh()
+            return _or_cut(task, outcomes, None) or outcomes.on_one_mesh()
     return _or_cut(task, outcomes, outcomes.on_one_mesh())
 
 
 def _or_cut(task: AutoTask, outcomes: Outcomes, best: PlannedStep | None) -> PlannedStep | None:
     """This plan of the whole batch if it recomputes nothing; else the fastest of it and of plans
-    that cut the batch. Once memory costs a cut batch nothing, a finer cut gains nothing."""
+    that cut the batch. A finer cut is tried while memory costs time and the last one gained."""
     if best is not None and (not best.plan.remat or not _has_time(task, "micro-batches")):
         return best
+    last_s = inf
     for planned in _cut_plans(task, outcomes):
-        if best is None or planned.plan.estimated_step_s < best.plan.estimated_step_s:
-            best = planned
+        best = _faster(best, planned)
         has_room = not planned.plan.remat and not planned.plan.solver.unbounded
-        if has_room or not _has_time(task, "more micro-batches"):
+        is_slower = planned.plan.estimated_step_s >= last_s
+        if has_room or is_slower or not _has_time(task, "more micro-batches"):
             break
+        last_s = planned.plan.estimated_step_s
     return best
-
-
-def _with_micro_batches(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
-    """A plan on one mesh that fits because it cuts the batch."""
-    return next(_cut_plans(task, outcomes), None)
 
 
 def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:

@@ -21,7 +21,7 @@ from autopar import _jax
 
 
 def is_simple(eqn: _jax.JaxprEqn) -> bool:
-    return eqn.primitive.name not in _WRITERS
+    return eqn.primitive.name not in SIMPLIFIED
 
 
 def simpler_jaxpr(eqn: _jax.JaxprEqn, kept: Sequence[int]) -> Any:
@@ -73,3 +73,4 @@ _WRITERS: dict[str, Callable[..., list[Array]]] = {
     "stack": _stack,
     "tile": _tile,
 }
+SIMPLIFIED = frozenset(_WRITERS)  # names of primitives

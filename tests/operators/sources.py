@@ -2,7 +2,7 @@
 
 A case's step is traced as autopar does it. What became of the primitive tells its source:
 
-- *inlined*: the flat program has its body in place of it;
+- *inlined*: the flat program has its body, or simpler equations, in place of it;
 - *loop*: its body is sharded equation by equation (scan, while, cond);
 - *ours*: a rule of `autopar.tracer.rules.PRIMITIVE_RULES`, or of an elementwise op of the chlo
   dialect, which Shardy leaves out;
@@ -24,6 +24,7 @@ from autopar.ir.graph import Rule
 from autopar.ir.program import LOOPS, Equation
 from autopar.tracer.compose import RuledEquation
 from autopar.tracer.rules import PRIMITIVE_RULES, rules_of_equations
+from autopar.tracer.simpler_equations import SIMPLIFIED
 from autopar.tracer.trace_step import trace_step
 from tests.operators.cases import Case
 
@@ -47,7 +48,8 @@ def source_of(case: Case) -> RuleSource:
             raise ValueError(f"the case of {case.primitive} does not bind it")
         if any(e.name == "shard_map" for e in step.program.all_equations()):
             return RuleSource("replicated", note="runs inside shard_map, as the user says")
-        return RuleSource("inlined", note="its body takes its place")
+        others = "simpler operators take" if case.primitive in SIMPLIFIED else "its body takes"
+        return RuleSource("inlined", note=f"{others} its place")
     if equation.name in LOOPS:
         return RuleSource("loop", note="each equation of its body has its own rule")
     (ruled,) = rules_of_equations([equation], step.program.avals)

@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import autopar
 from autopar.errors import ArgumentError
 from autopar.sharding import planning_processes
 from autopar.sharding.planning_processes import (
@@ -221,6 +223,12 @@ def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, given)
         with pytest.raises(ArgumentError, match=f"{VARIABLE}='{given}'"):
             num_processes()
+
+
+def test_a_wrong_number_is_refused_by_small_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "many")
+    with pytest.raises(ArgumentError, match=f"{VARIABLE}='many'"):
+        autopar.plan(lambda x: 2 * x, np.ones(8), cluster=autopar.ClusterSpec(1, 2, "h100-sxm"))
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def test_what_is_likely_to_fit_is_planned_without_a_look_at_other_numbers(
         return micro_batch(source, number)
 
     monkeypatch.setattr(StepSource, "micro_batch", noted)
-    planned = auto._with_micro_batches(task, auto_task.Outcomes(task))
+    planned = auto._or_cut(task, auto_task.Outcomes(task), None)
     assert planned is not None and planned.plan.num_micro_batches == 2
     assert traced == {2}
 
@@ -371,7 +371,7 @@ def test_micro_batches_that_another_number_shows_to_be_too_large_are_not_tried(
 ) -> None:
     """Four fit; of fewer, no program is made, not even to see whether recomputation helps."""
     rows = jax.ShapeDtypeStruct((4096, 16), jnp.float32)
-    weights = [(jax.ShapeDtypeStruct((16, 64), jnp.float32),) * 2] * 6
+    weights = [(jax.ShapeDtypeStruct((16, 64), jnp.float32),) * 2] * 3
 
     @jax.checkpoint
     def layer(x: Any, up: Any, down: Any) -> Any:
@@ -400,14 +400,39 @@ def test_micro_batches_that_another_number_shows_to_be_too_large_are_not_tried(
         return plan_whole(step)
 
     monkeypatch.setattr(auto_task, "plan_whole", noted)
-    planned = auto._fitted_on_one_mesh(task, auto_task.Outcomes(task))
-    assert planned is not None and planned.plan.num_micro_batches == 4
+    planned = next(auto._cut_plans(task, auto_task.Outcomes(task)))
+    assert planned.plan.num_micro_batches == 4
     assert numbers == [4]
     task.log.memory = None
     numbers.clear()
-    again = auto._fitted_on_one_mesh(task, auto_task.Outcomes(task))
-    assert again is not None and again.plan.estimated_step_s == planned.plan.estimated_step_s
-    assert numbers == [1, 2, 4]
+    again = next(auto._cut_plans(task, auto_task.Outcomes(task)))
+    assert again.plan.estimated_step_s == planned.plan.estimated_step_s
+    assert numbers == [2, 4]
+
+
+def test_the_batch_is_cut_further_while_memory_costs_time_and_that_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task, steps = small_task(), {2: 9.0, 4: 5.0, 8: 3.0, 16: 4.0, 32: 1.0}
+
+    def made(number: int, step_s: float) -> Any:
+        solver = SimpleNamespace(unbounded=(1.0, 2.0))
+        plan = SimpleNamespace(
+            remat=(), solver=solver, estimated_step_s=step_s, num_micro_batches=number
+        )
+        return SimpleNamespace(plan=plan)
+
+    tried = []
+
+    def cut_plans(task: Any, outcomes: Any) -> Any:
+        for number, step_s in steps.items():
+            tried.append(number)
+            yield made(number, step_s)
+
+    monkeypatch.setattr(auto, "_cut_plans", cut_plans)
+    best = auto._or_cut(task, auto_task.Outcomes(task), None)
+    assert best is not None and best.plan.num_micro_batches == 8
+    assert tried == [2, 4, 8, 16]
 
 
 def scanned_step(stack: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
