@@ -70,9 +70,19 @@ def linen_gpt(
 
 
 def t5(
-    depth: int, dim: int, heads: int, width: int, rows: int, *, length: int = 512, out: int = 128
+    depth: int,
+    dim: int,
+    heads: int,
+    width: int,
+    rows: int,
+    *,
+    length: int = 512,
+    out: int = 128,
+    scan: bool = False,
+    remat: bool = False,
 ) -> ZooStep:
-    """`depth` layers of encoder and as many of decoder, in bfloat16."""
+    """`depth` layers of encoder and as many of decoder, in bfloat16. `scan`: as two scans over
+    stacked layers; `remat`: under `jax.checkpoint`."""
     vocabulary = 32128
 
     def attention_init(key: jax.Array) -> Any:
@@ -90,28 +100,45 @@ def t5(
         keys = jax.random.split(jax.random.key(0), 2 * depth + 1)
         return {
             "embedding": 0.02 * jax.random.normal(keys[0], (vocabulary, dim)),
-            "encoder": [layer_init(k, False) for k in keys[1 : depth + 1]],
-            "decoder": [layer_init(k, True) for k in keys[depth + 1 :]],
+            "encoder": layers_init(keys[1 : depth + 1], False),
+            "decoder": layers_init(keys[depth + 1 :], True),
             "norms": jnp.ones((2, dim)),
         }
+
+    def layers_init(keys: jax.Array, decoder: bool) -> Any:
+        if scan:
+            return jax.vmap(lambda key: layer_init(key, decoder))(keys)
+        return [layer_init(key, decoder) for key in keys]
+
+    def run(layer: Any, x: jax.Array, layers: Any) -> jax.Array:
+        layer = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+        if scan:
+            return jax.lax.scan(lambda x, own: (layer(x, own), None), x, layers)[0]
+        for own in layers:
+            x = layer(x, own)
+        return x
 
     def loss(params: Any, source: jax.Array, target: jax.Array) -> jax.Array:
         p = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
         padding = masked(source != 0)[:, None, None]
-        x = p["embedding"][source]
-        for layer in p["encoder"]:
+
+        def encode(x: jax.Array, layer: Any) -> jax.Array:
             y = rms_norm(x, layer["norms"][0])
             x = x + t5_attend(layer["self"], y, y, padding, heads)
-            x = x + swiglu(layer["mlp"], rms_norm(x, layer["norms"][1]))
-        memory = rms_norm(x, p["norms"][0])
+            return x + swiglu(layer["mlp"], rms_norm(x, layer["norms"][1]))
+
+        memory = rms_norm(run(encode, p["embedding"][source], p["encoder"]), p["norms"][0])
         causal = masked(jnp.tril(jnp.ones((out, out), bool)))
-        x = p["embedding"][jnp.pad(target[:, :-1], ((0, 0), (1, 0)))]
-        for layer in p["decoder"]:
+
+        def decode(x: jax.Array, layer: Any) -> jax.Array:
             y = rms_norm(x, layer["norms"][0])
             x = x + t5_attend(layer["self"], y, y, causal, heads)
             y = rms_norm(x, layer["norms"][1])
             x = x + t5_attend(layer["cross"], y, memory, padding, heads)
-            x = x + swiglu(layer["mlp"], rms_norm(x, layer["norms"][2]))
+            return x + swiglu(layer["mlp"], rms_norm(x, layer["norms"][2]))
+
+        x = p["embedding"][jnp.pad(target[:, :-1], ((0, 0), (1, 0)))]
+        x = run(decode, x, p["decoder"])
         return label_loss(rms_norm(x, p["norms"][1]) @ p["embedding"].T, target)
 
     def make_batch(i: int) -> tuple[Any, ...]:
