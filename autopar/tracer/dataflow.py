@@ -7,6 +7,7 @@ from functools import cached_property
 
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.tracer.costs import VIEWS
+from autopar.tracer.regions import BACKWARD
 
 Type = tuple[tuple[int, ...], str]
 
@@ -34,6 +35,7 @@ class Dataflow:
         changed = Dataflow(self.nodes, self.values, self.zeros, turned)
         changed.producer, changed.finish_of = self.producer, self.finish_of
         changed.direct_readers = self.direct_readers
+        changed.recomputed = self.recomputed
         return changed
 
     @cached_property
@@ -59,6 +61,29 @@ class Dataflow:
             for value in node.operands:
                 readers.setdefault(value, []).append(index)
         return readers
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """Nodes of the backward pass that compute a layer again: they read what a barrier passes on
+        of the forward pass, and no gradients."""
+        given, again = set[int](), set[int]()  # values of the forward pass; those computed again
+        found: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            read = node.operands[:1] if node.kind is NodeKind.MERGE else node.operands
+            passes_on = self.is_view(node) or node.name == "scan_slice"
+            if node.kind is not NodeKind.MERGE and (node.region != BACKWARD or not read):
+                given.update(node.results)
+            elif given.issuperset(read) and (passes_on or node.kind is NodeKind.MERGE):
+                is_again = node.name == "optimization_barrier"
+                (again if is_again else given).update(node.results)
+            elif not again.isdisjoint(read) and all(v in again or v in given for v in read):
+                again.update(node.results)
+                found.add(index)
+        return frozenset(found)
+
+    def pass_of(self, index: int) -> str:
+        """The region of a node, or that it computes a layer again."""
+        return "recomputed" if index in self.recomputed else self.nodes[index].region
 
     def maker(self, value: int) -> Node:
         return self.nodes[self.producer[value]]

@@ -309,9 +309,10 @@ class Fusion:
         return max(1.0, prod(self.flow.shape_of(node)) / max(1, elements))
 
     def _instructions(self, value: int) -> float:
-        """Of all ops between a value and the written ones that it is made of, per element."""
+        """Of all ops between a value and the written ones that it is made of, per element. What is
+        made of fewer elements, as a norm's statistics are, is written by a kernel of its own."""
         flow, total = self.flow, 0.0
-        last = flow.producer[value]
+        elements, last = prod(flow.values[value].shape), flow.producer[value]
         frontier, seen = [last], {last}
         while frontier:
             index = frontier.pop()
@@ -319,7 +320,9 @@ class Fusion:
                 total += INSTRUCTIONS.get(flow.nodes[index].name, 1.0)
             for operand in flow.nodes[index].operands:
                 maker = flow.producer[operand]
-                if operand not in self.written and maker < index and maker not in seen:
+                if operand in self.written or prod(flow.values[operand].shape) < elements:
+                    continue
+                if maker < index and maker not in seen:
                     seen.add(maker)
                     frontier.append(maker)
         return total
@@ -357,13 +360,14 @@ class Fusion:
         )
 
     def _crosses(self, value: int) -> bool:
-        """Whether the backward pass reads a forward value, directly or through elementwise ops."""
-        frontier, seen = [value], {value}
-        region = self.flow.maker(value).region
+        """Whether the backward pass reads a value of the forward pass, or of a layer that is
+        computed again, directly or through elementwise ops."""
+        flow, frontier, seen = self.flow, [value], {value}
+        made_in = flow.pass_of(flow.producer[value])
         while frontier and len(seen) < _MAX_SEEN:
             for reader in self.readers.get(frontier.pop(), ()):
-                node = self.flow.nodes[reader.node]
-                if node.region != region:
+                node = flow.nodes[reader.node]
+                if flow.pass_of(reader.node) != made_in:
                     return node.region != UPDATE
                 if not reader.unfused and node.name not in REDUCTIONS:
                     frontier += [v for v in node.results if v not in seen]

@@ -63,6 +63,50 @@ def test_a_dear_activation_that_both_passes_need_is_kept_where_it_is_small(
     assert kept(jnp.bfloat16) and kept(jnp.float32) == kept_in_float32
 
 
+@pytest.mark.parametrize(("checkpointed", "scanned"), [(False, False), (True, False), (True, True)])
+def test_a_dear_activation_is_kept_in_a_layer_that_is_computed_again(
+    checkpointed: bool, scanned: bool
+) -> None:
+    """From there to its gradient, beside the result; the first time only what is kept for good."""
+
+    def layer(h, w):
+        y = h @ w
+        return (y * (1 + jnp.tanh(y + y**3))) @ w
+
+    def loss_of(w, x):
+        once = jax.checkpoint(layer) if checkpointed else layer
+        if scanned:
+            return jnp.sum(jax.lax.scan(lambda h, w: (once(h, w), None), x, w)[0] ** 2)
+        for one in w:
+            x = once(x, one)
+        return jnp.sum(x**2)
+
+    dtype = jnp.bfloat16
+    graph = graph_of(train(loss_of), array(3, 64, 64, dtype=dtype), array(64, 64, dtype=dtype))
+    regions = [
+        graph.nodes[graph.producer[life.value][0]].region
+        for life in graph.liveness.lives
+        if graph.nodes[graph.producer[life.value][0]].name == "tanh"
+    ]
+    assert set(regions) == {"backward" if checkpointed else "forward"}
+
+
+def test_statistics_are_not_computed_again_for_every_element() -> None:
+    """XLA writes what a norm makes of its sums, so that little is left to compute where the
+    backward pass computes the activation after it again."""
+
+    def loss_of(w, x):
+        y = (x @ w).astype(jnp.float32).reshape(64, 8, 8, 4, 16)
+        mean = jnp.mean(y, (1, 2, 4), keepdims=True)
+        variance = jnp.mean(y**2, (1, 2, 4), keepdims=True) - mean**2
+        y = (y - mean) * jax.lax.rsqrt(variance + 1e-6)
+        return jnp.sum((jax.nn.silu(y.astype(jnp.bfloat16).reshape(4096, 64)) @ w) ** 2)
+
+    dtype = jnp.bfloat16
+    graph = graph_of(train(loss_of), array(64, 64, dtype=dtype), array(4096, 64, dtype=dtype))
+    assert "logistic" not in lives_by_op(graph)
+
+
 @pytest.mark.parametrize("reader", ["elementwise", "product"])
 def test_rows_that_are_stacked_for_elementwise_readers_stay_where_they_lie(reader: str) -> None:
     """As gradients of unrolled layers do, which the update of a stack reads."""
