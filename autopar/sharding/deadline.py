@@ -4,8 +4,8 @@ A search asks before each candidate whether it may go on (`allows`), and how lon
 (`seconds`). Both know what is left of the whole. What a search leaves out it names (`cut`), and the
 plan says so. Two rules keep the shares fair:
 
-- before there is a plan, nothing is refused: a search that has found nothing yet goes on with short
-  solves, past the deadline if it must;
+- before there is a plan, a search goes on with short solves, past the deadline if it must; but
+  then it tries only what needs the least memory;
 - a search gets a share of what is left, not all of it, as long as others are still to come, and a
   candidate that would take longer than that, by what the last one took, is not begun.
 
@@ -54,6 +54,12 @@ class Deadline:
         """Whether work of about so many seconds may begin that has a share of what is left."""
         left = self.left_s
         return left > 0 and expected_s <= share * left
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left: what has no plan yet has one more try, that which needs the
+        least memory."""
+        return self.left_s <= 0
 
     @property
     def is_short(self) -> bool:

@@ -281,6 +281,7 @@ def _best_sharding(problem: MeshProblem, log: PlanningLog) -> GraphSharding:
     cannot be met, or autopar fails, is left out, as long as another remains."""
     refusals: dict[LogicalMesh, AutoparError] = {}
     failures: list[Failure] = []
+    misses: list[Miss] = []
     step, meshes = problem.step, problem.meshes
     if log.deadline.is_short:  # few are solved: the most promising first
         meshes = sorted(meshes, key=lambda mesh: log.axis_costs.get(last_axis(mesh.shape), inf))
@@ -290,7 +291,7 @@ def _best_sharding(problem: MeshProblem, log: PlanningLog) -> GraphSharding:
         if not shardings:
             break
         try:
-            return _best_within_memory(shardings, problem, failures, log)
+            return _best_within_memory(shardings, problem, failures, misses, log)
         except MemoryBudgetError:
             if not later:
                 raise
@@ -391,15 +392,15 @@ def _best_within_memory(
     shardings: Sequence[GraphSharding],
     problem: MeshProblem,
     failures: list[Failure],
+    misses: list[Miss],
     log: PlanningLog,
 ) -> GraphSharding:
     """The best that fits into the devices' memory, given the best on each mesh without a budget. A
-    mesh whose unbounded optimum hardly beats a plan that fits is not looked at again. `failures`:
-    of other meshes."""
+    mesh whose unbounded optimum hardly beats a plan that fits is not looked at again. `failures`
+    and `misses`: of other meshes too."""
     method = problem.task.method
     options = options_of(method)
     best: GraphSharding | None = None
-    misses: list[Miss] = []
     took_s, cutoff = 0.0, problem.task.cutoff
     # Of two that may cost the same, the one that is known to comes first.
     for sharding in sorted(shardings, key=lambda s: s.floor * (1 + 2 * _SAME * s.is_rough)):

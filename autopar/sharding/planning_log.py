@@ -75,7 +75,7 @@ class PlanningLog:
     def limited(self, options: ShardingOptions) -> Iterator[None]:
         """Plans within the time that the options give. Of plans within plans, the outermost
         counts."""
-        if self.best is not None:
+        if self.is_begun:
             yield
             return
         limit = options.planning_time_s
@@ -88,6 +88,11 @@ class PlanningLog:
             PlanningProcesses() as self.processes,
         ):
             yield
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a way to plan the step was tried, or is."""
+        return self.best is not None
 
     @property
     def has_plan(self) -> bool:

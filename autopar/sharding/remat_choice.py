@@ -82,6 +82,8 @@ class _Tries:
             raise planning_failed(self.name, self.broken, "no plan on one mesh could be made")
         if not in_full and not layers:
             raise self.failed[0][1]
+        if not in_full and self.log.deadline.is_over:
+            raise self.failed[-1][1]
         if not in_full:
             return self.problem.plan(layers, None, in_full=False, every_order=True)
         try:
@@ -120,6 +122,8 @@ def choose_remat(
     deadline = tries.log.deadline
     for _ in range(_MAX_TRIES):
         count = _num_needed(layers, without, tries.failed, num_devices)
+        if tries.failed and deadline.is_over:
+            count = len(layers)
         if not count or (tries.failed and count <= tries.failed[-1][0]):
             break
         flops = sum(layer.flops for layer in layers[:count])

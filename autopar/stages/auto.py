@@ -20,7 +20,7 @@ from autopar.errors import MemoryBudgetError, TraceError
 from autopar.ir.failures import first_line, planning_failed
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
-from autopar.sharding.plan_whole import plan_smallest
+from autopar.sharding.plan_whole import WholeStep, plan_smallest
 from autopar.sharding.tried import (
     MICRO_BATCHES,
     PIPELINES,
@@ -55,10 +55,13 @@ _LITTLE = 0.2
 def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep:
     """`one_mesh`: consider no pipelines."""
     outcomes = Outcomes(task)
+    is_first = not task.log.is_begun
     with task.log.limited(task.method.options):
         whole = task.whole(in_full=True)
         if whole.hopeless is not None:
             return plan_smallest(whole)
+        if task.log.deadline.is_over and not is_first:
+            return plan_smallest(_finest(task) or whole)
         planned = _best_planned(task, outcomes, one_mesh) or _smallest(task, outcomes)
         return task.log.stopped(planned)
 
@@ -262,7 +265,9 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | Non
         if least_bytes(task, 1) > task.budget_bytes:
             return _or_cut(task, outcomes, None)
         if task.log.deadline.is_short and not may_fit(task):
-            return _or_cut(task, outcomes, None) or outcomes.on_one_mesh()
+            best = _or_cut(task, outcomes, None)
+            is_over = task.log.deadline.is_over
+            return outcomes.on_one_mesh() if best is None and not is_over else best
     return _or_cut(task, outcomes, outcomes.on_one_mesh())
 
 
@@ -303,21 +308,34 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
             if planned is not None:
                 yield planned
             numbers = [number for number in numbers if number > likely]
+            if task.log.deadline.is_over:
+                break
             likely = next((n for n in numbers if tried.may_fit_after(likely, n)), None)
     # To see whether any can fit, another program is made: not before one that is likely to.
     is_open = likely not in numbers[:1]
     for index, number in enumerate(numbers):
-        if is_open and tried.all_are_too_large(numbers[index:]):
+        is_last = task.log.deadline.is_over
+        finest = tried.finest(numbers[index:]) if is_open or is_last else number
+        if finest is None:
             break
-        planned = tried.plan(number)
+        planned = tried.plan(finest if is_last else number)
         if planned is not None:
             yield planned
+        if is_last:
+            break
         is_open = not index and not is_open and planned is None
     outcomes.failures += tried.failures
     outcomes.tried[MICRO_BATCHES] = f"tried: {'; '.join(tried.found.values())}"
 
 
 # -- what does not fit
+
+
+def _finest(task: AutoTask) -> WholeStep | None:
+    """The step in as many micro-batches as it can have, unless even they are too large."""
+    is_cut = task.number_is_free and _why_whole_batch(task, on_one_mesh=True) is None
+    number = MicroBatchTries(task).finest(task.numbers[1:]) if is_cut else None
+    return None if number is None else task.whole(number, in_full=True)
 
 
 def _smallest(task: AutoTask, outcomes: Outcomes) -> PlannedStep:

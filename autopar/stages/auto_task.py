@@ -231,14 +231,14 @@ class MicroBatchTries:
         rest = max(0.0, self.peaks[tried] - state) * tried / number
         return state + rest <= self.task.budget_bytes
 
-    def all_are_too_large(self, numbers: Sequence[int]) -> bool:
-        """Whether even the most micro-batches that the step can have are too large. That is soon
-        known, and fewer need more."""
+    def finest(self, numbers: Sequence[int]) -> int | None:
+        """Of these numbers, the most micro-batches that the step can have; None if even they are
+        too large. That is soon known, and fewer need more."""
         for number in reversed(numbers):
             is_too_large = self.is_too_large(number)
             if is_too_large is not None:
-                return is_too_large
-        return True
+                return None if is_too_large else number
+        return None
 
     def is_known_too_large(self, number: int) -> bool:
         """Whether so many need more than there is, by what another number takes."""

@@ -149,3 +149,15 @@ def test_a_short_error_looks_at_every_order_first() -> None:
         choose_remat(model, DEVICE, NUM_DEVICES, in_full=False)
     assert orders[-1] and not any(orders[:-1])
     assert model.tried[-1] == model.num_layers
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(1, True), (-3, False)])
+def test_once_time_is_up_all_layers_are_tried_and_nothing_else(budget: float, fits: bool) -> None:
+    model, log = Model(budget=budget, saveable=0.0), PlanningLog()
+    model.flops, model.residual = 0.0, 4 * GIB
+    log.deadline.interrupt()
+    try:
+        assert choose_remat(model, DEVICE, NUM_DEVICES, log, in_full=False).plan.num == 8
+    except MemoryBudgetError:
+        assert not fits
+    assert model.tried == [0, 8]

@@ -348,6 +348,34 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
     assert numbers == ([4] if is_late else [1, 2, 4])
 
 
+def test_once_time_is_up_the_finest_cut_is_the_last_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches seem to fit, and do not; of the numbers that are left, it is the last."""
+    task, numbers = small_task(), []
+    task.log.deadline.interrupt()
+
+    def plan_whole(step: WholeStep) -> Any:
+        numbers.append(step.num_micro_batches)
+        raise MemoryBudgetError("too large", 2.0, 1.0)
+
+    monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
+    assert auto._or_cut(task, auto_task.Outcomes(task), None) is None
+    assert numbers == [2, task.numbers[-1]]
+
+
+def test_another_way_that_is_begun_too_late_has_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, tried = small_task(), []
+    task.log.deadline.interrupt()
+
+    def plan_smallest(step: WholeStep) -> Any:
+        tried.append(step.num_micro_batches)
+        raise MemoryBudgetError("too large", 2.0, 1.0)
+
+    monkeypatch.setattr(auto, "plan_smallest", plan_smallest)
+    with task.log.limited(task.method.options), pytest.raises(MemoryBudgetError):
+        auto.plan_automatically(task)
+    assert tried == [task.numbers[-1]]
+
+
 def test_what_is_likely_to_fit_is_planned_without_a_look_at_other_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
