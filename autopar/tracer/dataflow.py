@@ -67,15 +67,20 @@ class Dataflow:
         """Nodes of the backward pass that compute a layer again: they read what a barrier passes on
         of the forward pass, and no gradients."""
         given, again = set[int](), set[int]()  # values of the forward pass; those computed again
+        constants: set[int] = set()
         found: set[int] = set()
         for index, node in enumerate(self.nodes):
-            read = node.operands[:1] if node.kind is NodeKind.MERGE else node.operands
-            passes_on = self.is_view(node) or node.name == "scan_slice"
-            if node.kind is not NodeKind.MERGE and (node.region != BACKWARD or not read):
+            is_merge = node.kind is NodeKind.MERGE
+            read = [v for v in node.operands[: 1 if is_merge else None] if v not in constants]
+            if node.kind is NodeKind.OP and not read:
+                constants.update(node.results)
+            elif not is_merge and node.region != BACKWARD:
                 given.update(node.results)
-            elif given.issuperset(read) and (passes_on or node.kind is NodeKind.MERGE):
-                is_again = node.name == "optimization_barrier"
-                (again if is_again else given).update(node.results)
+            elif given.issuperset(read):
+                if node.name == "optimization_barrier":
+                    again.update(node.results)
+                elif is_merge or self.is_view(node) or node.name == "scan_slice":
+                    given.update(node.results)
             elif not again.isdisjoint(read) and all(v in again or v in given for v in read):
                 again.update(node.results)
                 found.add(index)

@@ -7,7 +7,8 @@ for GPUs:
 - *Fusion.* A value that readers recompute needs its sources until its last reader runs, which is
   why few activations survive until the backward pass; so do the sources of one that products read
   with zeros added (`Fusion.padded`). An elementwise kernel and the one that reads its result become
-  one (`merge_kernels`), as do those that read the same zeros (`merge_siblings`).
+  one (`merge_kernels`), as do those that read the same zeros (`merge_siblings`), and an activation
+  that is computed again and its gradient (`merge_recomputed`).
 - *Donation.* Updated state takes over the buffer of the old state; an elementwise result that of an
   operand it is the last to read, and a scatter or an update of a slice that of the array it changes
   (`reuse_buffers`). A kernel that also sums what it writes takes over nothing.
@@ -81,7 +82,7 @@ def find_lives(
     copied = reordering.copied
     products = folded_products(flow)
     fusion = Fusion(flow, scatters, products, returned, kept, copied, rate)
-    times = run_times(nodes, flow.zeros, overlaps)
+    times = run_times(nodes, flow.zeros, overlaps, flow.recomputed)
     sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
     lives, node_ends = sweep.lives()
     times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
@@ -124,6 +125,7 @@ class _Sweep:
     def lives(self) -> tuple[list[Life], list[int]]:
         """(all lives; per node, until when its operands are needed)."""
         flow, fusion = self.flow, self.fusion
+        self.merge_recomputed()
         self.merge_kernels()
         self.merge_siblings()
         node_ends, ends = self.last_needed()
@@ -242,6 +244,46 @@ class _Sweep:
                     else:
                         self.merged[value] = made
                     break
+
+    def merge_recomputed(self) -> None:
+        """An elementwise kernel of a layer that is computed again runs with the last one that reads
+        the same arrays, if its result is needed only later: as an activation is made by the kernel
+        of its gradient. Not a softmax, which is a kernel of another kind."""
+        fusion, flow = self.fusion, self.flow
+        kernels = {
+            value: sources
+            for value, sources in fusion.made_from.items()
+            if fusion.is_elementwise(self.producer[value])
+        }
+        reading: dict[int, list[int]] = {}
+        for value, sources in kernels.items():
+            for source in sources:
+                reading.setdefault(source, []).append(value)
+        for value, sources in kernels.items():
+            index = self.producer[value]
+            if index not in flow.recomputed or any(self.is_normalized(value, s) for s in sources):
+                continue
+            others = [
+                self.times[self.producer[made]]
+                for source in sources
+                for made in reading[source]
+                if self.values[made].shape == self.values[value].shape
+                and self.times[self.producer[made]] < self.times[index]
+            ]
+            if others:
+                self.run_by(index, max(others))
+
+    def run_by(self, index: int, time: int) -> None:
+        """A kernel, from the node that writes its result back to what it reads, runs by a time."""
+        frontier = [index]
+        while frontier:
+            last = frontier.pop()
+            if self.times[last] > max(time, last):
+                self.times[last] = max(time, last)
+                makers = [self.producer[v] for v in self.nodes[last].operands]
+                frontier += [
+                    i for i in makers if self.fusion.written.isdisjoint(self.nodes[i].results)
+                ]
 
     def is_inner(self, value: int) -> bool:
         """Whether nothing but elementwise kernels and sums reads a value. Zeros are written for

@@ -7,6 +7,9 @@ Most nodes run at their position in the graph. The exceptions:
   the latest where a barrier waits for them: in front of the next layer that is recomputed.
 - *Other products* of the backward pass come late there too, if what reads them waits for later ones
   (`_late_branches`).
+- *Recomputed values* are made when they are first needed there: the softmax of a layer's last
+  attention after the gradient of its scores, since only gradients of parameters and of its values
+  read it.
 - *Copies* of inputs, and zeros that the update reads, are made when they are first needed.
 """
 
@@ -20,8 +23,14 @@ from autopar.tracer.costs import REDUCTIONS
 from autopar.tracer.regions import BACKWARD, UPDATE
 
 
-def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> list[int]:
-    """`zeros`: values known to be zero; `overlaps`: XLA hides collectives under compute."""
+def run_times(
+    nodes: Sequence[Node],
+    zeros: Collection[int],
+    overlaps: bool,
+    recomputed: Collection[int] = (),
+) -> list[int]:
+    """`zeros`: values known to be zero; `overlaps`: XLA hides collectives under compute;
+    `recomputed`: nodes that compute a layer again."""
     producer = {v: i for i, node in enumerate(nodes) for v in node.results}
     late = _late_gradients(nodes, producer) if overlaps else {}
     late |= _late_branches(nodes, late) if overlaps else {}
@@ -48,6 +57,9 @@ def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> 
     ]
     first_read: dict[int, int] = {}
     for index in range(len(nodes) - 1, -1, -1):
+        if overlaps and index in recomputed:
+            read = min((first_read[v] for v in nodes[index].results if v in first_read), default=0)
+            times[index] = max(times[index], read - 1)
         for value in nodes[index].operands:
             time = times[index]
             if when_needed[index]:

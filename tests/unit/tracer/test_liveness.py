@@ -367,3 +367,39 @@ def test_members_of_an_ensemble_are_written_once_for_both_passes() -> None:
     lives = lives_by_op(graph_of(train(loss_of), weights, array(32, 8)))
     hidden, gradient = sorted(one for one in lives["mul"] if one[2] == (3, 32, 16))
     assert hidden[0] < gradient[0] < hidden[1]
+
+
+def checkpointed_layers(layer):
+    def loss_of(w, x):
+        for one in w:
+            x = jax.checkpoint(layer)(x, one)
+        return jnp.sum(x**2)
+
+    return graph_of(train(loss_of), array(2, 64, 64), array(4, 128, 64), overlaps=True)
+
+
+def test_a_softmax_is_computed_again_once_it_is_needed() -> None:
+    """Only the gradients of its values and of the last parameters read it, so it comes after the
+    gradient of the scores: three arrays of their size are in memory at once, not four."""
+
+    def layer(x, w):
+        queries = (x @ w) / jnp.sqrt(w.shape[-1])
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", queries, x @ w.T))
+        return jnp.einsum("bqk,bkd->bqd", weights, x + 1.0) @ w
+
+    graph = checkpointed_layers(layer)
+    lives = [v for v in graph.liveness.lives if graph.values[v.value].shape == (4, 128, 128)]
+    at_once = [sum(v.start <= one.start <= v.end for v in lives) for one in lives]
+    assert max(at_once) == 3
+
+
+def test_an_activation_is_computed_again_with_its_gradient() -> None:
+    """By one kernel, the last to read the product; not later, where the gradient of the parameters
+    reads it."""
+    graph = checkpointed_layers(lambda x, w: jnp.sin(x @ w) @ w.T)
+    backward = min(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    lives = lives_by_op(graph)
+    again = [start for start, _, _ in lives["sin"] if start > backward]
+    read = [end for start, end, _ in lives["dot_general"] if start > backward]
+    assert len(again) == 2 and set(again) <= {start for start, _, _ in lives["mul"]}
+    assert set(again) <= set(read)
