@@ -210,6 +210,7 @@ def solve_with_limits(
     highs = _highs(model)
     highs.setOptionValue("time_limit", time_limit_s)
     highs.setOptionValue("mip_rel_gap", 1e-4)
+    highs.setOptionValue("mip_allow_restart", False)  # a restart would separate cuts once more
     _make_integral(highs, model)
     unit = max(max((limit.constant for limit in limits), default=0.0), bound or 0.0, 1.0)
     largest = len(model.cost)
