@@ -35,6 +35,7 @@ from autopar.sharding.tried import (
 )
 
 _WORTH_UNROLLING = 0.95  # of the step with its scans, by which unrolled layers are worth compiling
+_ALL_MESHES = 0.5  # of the time left, in which a written-out step may be planned on all meshes
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
     """The plan with scans over layers written out, and what such layers recompute chosen anew, if
     that fits and is clearly faster; where scans stack residuals, of our choice or of the user's
     `jax.checkpoint`. On CPUs XLA would merge recomputed layers with their copies, and under ZeRO-3
-    each trip gathers its layer and frees it: there scans stay. `took_s`: to make the plan at
-    hand, on all meshes; written out, the step is planned on one, with more equations."""
+    each trip gathers its layer and frees it: there scans stay. If memory is the reason, the log
+    says so. `took_s`: to make the plan at hand."""
     step, plan, log = planned.traced, planned.plan, whole.log
     if plan.num_devices > 1 and not _shards_alike(whole.method):
         return None
@@ -183,17 +184,14 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
     try:
         with log.timed("remat"):
             source = whole.source.written_out
-        if source is None:
+        form = None if source is None else _form_written_out(whole, source, plan, took_s)
+        if form is None:
             return None
-        meshes = candidate_meshes(whole.cluster, whole.method)
-        sizes = [one.whole.program.num_equations() for one in (source, whole.source)]
-        longer = sizes[0] / sizes[1] / (1 if whole.mesh else len(meshes))
-        if not log.deadline.allows(took_s * longer):
-            return None
-        mesh = whole.mesh or next((m for m in meshes if m.shape == plan.mesh_shape), None)
-        form = replace(whole, source=source, mesh=mesh, in_full=False, is_noted=False)
         other = _plan_whole(form)
-    except (MemoryBudgetError, MeshError, SolverError, SpecError):
+    except MemoryBudgetError:
+        log.cramped.add(whole.num_micro_batches)
+        return None
+    except (MeshError, SolverError, SpecError):
         return None
     except Exception as error:
         log.contain("layers written out", error)
@@ -201,7 +199,29 @@ def _written_out(whole: WholeStep, planned: PlannedStep, took_s: float) -> Plann
     memory = whole.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
     fits = other.plan.estimated_peak_bytes <= memory
     is_faster = other.plan.estimated_step_s < _WORTH_UNROLLING * plan.estimated_step_s
-    return log.note(other) if fits and is_faster else None
+    if fits and is_faster:
+        return log.note(other)
+    if other.plan.remat or other.plan.solver.unbounded or not fits:
+        log.cramped.add(whole.num_micro_batches)
+    return None
+
+
+def _form_written_out(
+    whole: WholeStep, source: StepSource, plan: ParallelPlan, took_s: float
+) -> WholeStep | None:
+    """The written-out step on all meshes, since what scans stack decides on theirs; if time is
+    short on the scan's mesh, and None if it is too short for that. Written out, a step takes longer
+    to plan by its equations."""
+    sizes = [one.whole.program.num_equations() for one in (source, whole.source)]
+    all_s = took_s * sizes[0] / sizes[1]
+    mesh, deadline = whole.mesh, whole.log.deadline
+    if mesh is None and not deadline.allows(all_s, _ALL_MESHES):
+        meshes = candidate_meshes(whole.cluster, whole.method)
+        mesh = next((m for m in meshes if m.shape == plan.mesh_shape), None)
+        all_s /= len(meshes)
+    if not deadline.allows(all_s):
+        return None
+    return replace(whole, source=source, mesh=mesh, in_full=False, is_noted=False)
 
 
 def _shards_alike(method: OneMeshMethod) -> bool:

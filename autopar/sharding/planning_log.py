@@ -52,6 +52,8 @@ class PlanningLog:
     memory:          what the step takes in micro-batches, by their number; None if unknown.
     axis_costs:      size of a mesh's last axis, 1 for meshes of one axis -> what the step costs on
                      submeshes of such a shape, relative to the best; empty if unknown.
+    cramped:         numbers of micro-batches at which scans stay since their layers, written out,
+                     lack memory.
     processes:       that share the work, while there is a limit; None outside of it.
     """
 
@@ -69,6 +71,7 @@ class PlanningLog:
     graphs: KnownGraphs = field(default_factory=KnownGraphs)
     memory: MemoryByRows | None = None
     axis_costs: dict[int, float] = field(default_factory=dict)
+    cramped: set[int] = field(default_factory=set)
     processes: PlanningProcesses | None = None
 
     @contextmanager

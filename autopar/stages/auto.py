@@ -20,6 +20,7 @@ from autopar.errors import MemoryBudgetError, TraceError
 from autopar.ir.failures import first_line, planning_failed
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
+from autopar.sharding.deadline import Deadline
 from autopar.sharding.plan_whole import WholeStep, plan_smallest
 from autopar.sharding.tried import (
     MICRO_BATCHES,
@@ -204,10 +205,11 @@ def _faster(one: PlannedStep | None, other: PlannedStep | None) -> PlannedStep |
 
 
 def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
-    """A plan on one mesh with the fewest micro-batches that fit, in a share of the time. It is
-    there if pipelines take too long, and rules out those that promise less. A step that scans its
-    layers is short as one program and long as a pipeline, whose layers are written out, so such a
-    plan costs little. Of other steps it is made where pipelines have little to gain."""
+    """A plan on one mesh with the fewest micro-batches that fit, or more where memory costs time,
+    in a share of the time. It is there if pipelines take too long, and rules out those that promise
+    less. A step that scans its layers is short as one program and long as a pipeline, whose layers
+    are written out, so such a plan costs little. Of other steps it is made where pipelines have
+    little to gain."""
     if not task.number_is_free:
         return None
     is_scanned = any(layer.trips > 1 for layer in task.layers or ())
@@ -221,18 +223,23 @@ def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
         is_promising = most_gained(task) <= _LITTLE
     if not is_scanned and not is_promising:
         return None
-    tries = MicroBatchTries(task)
     whole = task.log.deadline
     with task.log.sharing(_EARLY_PROMISING if is_promising else _EARLY):
-        for number in task.numbers:
-            if not may_fit(task, number) or tries.is_too_large(number):
-                continue
-            planned = tries.plan(number)
-            if planned is not None:
-                return planned
-            if whole.allows() and not task.log.deadline.allows():
-                return None  # pipelines have time
-    return None
+        return _fastest_cut(task, _early_plans(task, whole))
+
+
+def _early_plans(task: AutoTask, whole: Deadline) -> Iterator[PlannedStep]:
+    """Plans on one mesh that fit, with more and more micro-batches, until their share of the whole
+    time is up and pipelines have some left."""
+    tries = MicroBatchTries(task)
+    for number in task.numbers:
+        if not may_fit(task, number) or tries.is_too_large(number):
+            continue
+        planned = tries.plan(number)
+        if planned is not None:
+            yield planned
+        if whole.allows() and not task.log.deadline.allows():
+            return
 
 
 def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
@@ -274,17 +281,29 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | Non
 def _or_cut(task: AutoTask, outcomes: Outcomes, best: PlannedStep | None) -> PlannedStep | None:
     """This plan of the whole batch if it recomputes nothing; else the fastest of it and of plans
     that cut the batch. A finer cut is tried while memory costs time and the last one gained."""
-    if best is not None and (not best.plan.remat or not _has_time(task, "micro-batches")):
-        return best
-    last_s = inf
-    for planned in _cut_plans(task, outcomes):
-        best = _faster(best, planned)
-        has_room = not planned.plan.remat and not planned.plan.solver.unbounded
-        is_slower = planned.plan.estimated_step_s >= last_s
-        if has_room or is_slower or not _has_time(task, "more micro-batches"):
+    if best is not None:
+        is_slowed = best.plan.remat or _keeps_scans_for_memory(task, best)
+        if not is_slowed or not _has_time(task, "micro-batches"):
+            return best
+    return _faster(best, _fastest_cut(task, _cut_plans(task, outcomes)))
+
+
+def _fastest_cut(task: AutoTask, plans: Iterator[PlannedStep]) -> PlannedStep | None:
+    """Of plans with more and more micro-batches; another is made while memory costs time and the
+    last one gained."""
+    best: PlannedStep | None = None
+    for planned in plans:
+        gained = best is None or planned.plan.estimated_step_s < best.plan.estimated_step_s
+        best = planned if gained else best
+        is_slowed = bool(planned.plan.remat or planned.plan.solver.unbounded)
+        is_slowed = is_slowed or _keeps_scans_for_memory(task, planned)
+        if not (is_slowed and gained and _has_time(task, "more micro-batches")):
             break
-        last_s = planned.plan.estimated_step_s
     return best
+
+
+def _keeps_scans_for_memory(task: AutoTask, planned: PlannedStep) -> bool:
+    return not planned.plan.unrolled and planned.plan.num_micro_batches in task.log.cramped
 
 
 def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:

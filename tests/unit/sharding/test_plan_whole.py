@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 import autopar
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding import plan_whole
+from autopar.sharding.planning_log import PlanningLog
 from autopar.tracer.trace import StepOptions
 from examples.models import build
 
@@ -84,6 +86,45 @@ def test_a_scan_that_would_not_fit_written_out_stays() -> None:
     assert cut.remat or cut.num_micro_batches > 1
     assert cut.estimated_peak_bytes <= budget
     assert cut.estimated_step_s < plan.estimated_step_s
+
+
+def whole_step(
+    method: autopar.ShardParallel, cluster: autopar.ClusterSpec, batch_size: int = 8
+) -> plan_whole.WholeStep:
+    model = build("gpt-2.6b", batch_size=batch_size, scan_layers=True, **SIZES)
+    arguments = (model.abstract_state(), model.abstract_batch())
+    source = StepSource.of(model.train_step, arguments, {}, StepOptions())
+    return plan_whole.WholeStep(source, cluster, method, PlanningLog())
+
+
+def test_the_log_says_that_a_scan_stays_for_want_of_memory() -> None:
+    roomy = whole_step(autopar.ShardParallel(), ONE_H100)
+    plan = plan_whole.plan_whole(roomy).plan
+    assert plan.unrolled and not roomy.log.cramped
+    options = autopar.ShardingOptions(
+        memory_budget_bytes=int(0.9 * plan.estimated_peak_bytes), remat="none"
+    )
+    short = whole_step(autopar.ShardParallel(options=options), ONE_H100)
+    assert not plan_whole.plan_whole(short).plan.unrolled
+    assert short.log.cramped == {1}
+
+
+@pytest.mark.parametrize("limit_s", [60.0, 6.0, 0.1])
+def test_layers_written_out_are_planned_on_all_meshes_if_there_is_time(limit_s: float) -> None:
+    """On all meshes, it would take six seconds here; on one of the three, two."""
+    whole = whole_step(autopar.ShardParallel(), EIGHT_H100S, batch_size=64)
+    source = whole.source.written_out
+    assert source is not None
+    sizes = [one.whole.program.num_equations() for one in (source, whole.source)]
+    plan = SimpleNamespace(mesh_shape=(4, 2))
+    whole.log.deadline.limit_s = whole.log.deadline.elapsed_s + limit_s
+    form = plan_whole._form_written_out(whole, source, plan, 6 * sizes[1] / sizes[0])  # type: ignore[arg-type]
+    if limit_s < 1:
+        assert form is None
+        return
+    assert form is not None and form.source is source
+    assert (form.mesh is None) == (limit_s == 60)
+    assert form.mesh is None or form.mesh.shape == (4, 2)
 
 
 @pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero2Parallel()])

@@ -326,6 +326,52 @@ def test_without_time_for_pipelines_no_micro_batch_is_traced(monkeypatch: Any) -
     assert "there was no time left" in notes
 
 
+def made_plan(
+    number: int, step_s: float, remat: tuple[str, ...] = (), unrolled: bool = False
+) -> Any:
+    plan = SimpleNamespace(
+        remat=remat,
+        solver=SimpleNamespace(unbounded=()),
+        estimated_step_s=step_s,
+        num_micro_batches=number,
+        unrolled=unrolled,
+    )
+    return SimpleNamespace(plan=plan)
+
+
+@pytest.mark.parametrize("is_cramped", [False, True])
+def test_a_scan_that_stays_for_want_of_memory_is_cut(
+    monkeypatch: pytest.MonkeyPatch, is_cramped: bool
+) -> None:
+    """Written out, its layers lack memory with the whole batch, and take less in two."""
+    task = small_task()
+    scan, written_out = made_plan(1, 1.0), made_plan(2, 0.9, unrolled=True)
+    monkeypatch.setattr(auto_task, "plan_whole", lambda step: written_out)
+    if is_cramped:
+        task.log.cramped.add(1)
+    found = auto._or_cut(task, auto_task.Outcomes(task), scan)
+    assert found is (written_out if is_cramped else scan)
+
+
+def test_an_early_plan_that_recomputes_layers_is_cut_while_that_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = small_task()
+    step_s, numbers = {1: 2.0, 2: 1.5, 4: 1.6, 8: 1.0}, []
+
+    def plan_whole(step: WholeStep) -> Any:
+        number = step.num_micro_batches
+        numbers.append(number)
+        return made_plan(number, step_s[number], remat=("layer 0",))
+
+    monkeypatch.setattr(auto, "most_gained", lambda task: 0.0)
+    monkeypatch.setattr(auto, "may_fit", lambda task, number=1: True)
+    monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
+    found = auto._early_on_one_mesh(task)
+    assert found is not None and found.plan.num_micro_batches == 2
+    assert numbers == [1, 2, 4]
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_late: bool) -> None:
     """By the estimate, four micro-batches fit and fewer do not."""
@@ -340,8 +386,7 @@ def test_past_the_deadline_what_is_likely_to_fit_comes_first(monkeypatch, is_lat
             raise MemoryBudgetError("too large", 2.0, 1.0)
         return made
 
-    solver = SimpleNamespace(unbounded=())
-    made = SimpleNamespace(plan=SimpleNamespace(remat=(), solver=solver, estimated_step_s=1.0))
+    made = made_plan(4, 1.0)
     monkeypatch.setattr(auto, "may_fit", lambda task, number=1: number >= 4)
     monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
     assert auto._fitted_on_one_mesh(task, auto_task.Outcomes(task)) is made
