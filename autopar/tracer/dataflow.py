@@ -86,10 +86,6 @@ class Dataflow:
                 found.add(index)
         return frozenset(found)
 
-    def pass_of(self, index: int) -> str:
-        """The region of a node, or that it computes a layer again."""
-        return "recomputed" if index in self.recomputed else self.nodes[index].region
-
     def maker(self, value: int) -> Node:
         return self.nodes[self.producer[value]]
 

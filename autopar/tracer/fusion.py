@@ -66,8 +66,8 @@ class Fusion:
         """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
         outputs that take over the buffer of an input; `copied`: values that are written in
         another order of dimensions; `rate`: instructions in the time of moving a byte;
-        `fuses_updates`: scatters make their updates and indices themselves, and what gathers pick
-        many times is written; prices know neither."""
+        `fuses_updates`: scatters make their updates and indices themselves, what gathers pick many
+        times is written, and dear values in layers computed again; prices know none of it."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
         self._rate, self._fuses_updates = rate, fuses_updates
@@ -359,15 +359,20 @@ class Fusion:
             if value in self.flow.zeros
         )
 
+    def _pass_of(self, index: int) -> str:
+        """The region of a node, or that it computes a layer again."""
+        again = self._fuses_updates and index in self.flow.recomputed
+        return "recomputed" if again else self.flow.nodes[index].region
+
     def _crosses(self, value: int) -> bool:
         """Whether the backward pass reads a value of the forward pass, or of a layer that is
         computed again, directly or through elementwise ops."""
         flow, frontier, seen = self.flow, [value], {value}
-        made_in = flow.pass_of(flow.producer[value])
+        made_in = self._pass_of(flow.producer[value])
         while frontier and len(seen) < _MAX_SEEN:
             for reader in self.readers.get(frontier.pop(), ()):
                 node = flow.nodes[reader.node]
-                if flow.pass_of(reader.node) != made_in:
+                if self._pass_of(reader.node) != made_in:
                     return node.region != UPDATE
                 if not reader.unfused and node.name not in REDUCTIONS:
                     frontier += [v for v in node.results if v not in seen]
