@@ -2,12 +2,14 @@
 
 A search asks before each candidate whether it may go on (`allows`), and how long a solve may take
 (`seconds`). Both know what is left of the whole. What a search leaves out it names (`cut`), and the
-plan says so. Two rules keep the shares fair:
+plan says so. Three rules keep the shares fair:
 
 - before there is a plan, a search goes on with short solves, past the deadline if it must; but
   then it tries only what needs the least memory;
 - a search gets a share of what is left, not all of it, as long as others are still to come, and a
-  candidate that would take longer than that, by what the last one took, is not begun.
+  candidate that would take longer than that, by what the last one took, is not begun;
+- what must come after a second search, like solving the stages that it finds, has its seconds set
+  aside first (`before`), by what such work, or reading the program, took in this plan.
 
 Without a limit, or with time to spare, no answer depends on a clock.
 """
@@ -49,6 +51,10 @@ class Deadline:
     def part(self, share: float) -> Deadline:
         """A share of what is left, for one search."""
         return Deadline(share * self.left_s, self)
+
+    def before(self, reserved_s: float) -> Deadline:
+        """What is left but for so many seconds, which work that must come later will take."""
+        return Deadline(max(0.0, self.left_s - reserved_s), self)
 
     def allows(self, expected_s: float = 0.0, share: float = 1.0) -> bool:
         """Whether work of about so many seconds may begin that has a share of what is left."""

@@ -54,6 +54,7 @@ class PlanningLog:
                      submeshes of such a shape, relative to the best; empty if unknown.
     cramped:         numbers of micro-batches at which scans stay since their layers, written out,
                      lack memory.
+    took_s:          kind of work -> the longest that it took: about what it takes again.
     processes:       that share the work, while there is a limit; None outside of it.
     """
 
@@ -72,6 +73,7 @@ class PlanningLog:
     memory: MemoryByRows | None = None
     axis_costs: dict[int, float] = field(default_factory=dict)
     cramped: set[int] = field(default_factory=set)
+    took_s: dict[str, float] = field(default_factory=dict)
     processes: PlanningProcesses | None = None
 
     @contextmanager
@@ -105,12 +107,30 @@ class PlanningLog:
     @contextmanager
     def sharing(self, share: float) -> Iterator[None]:
         """Work that may take a share of the time left."""
+        with self._until(self.deadline.part(share)):
+            yield
+
+    @contextmanager
+    def reserving(self, seconds: float) -> Iterator[None]:
+        """Work after which so many seconds should be left."""
+        with self._until(self.deadline.before(seconds)):
+            yield
+
+    @contextmanager
+    def _until(self, part: Deadline) -> Iterator[None]:
         whole = self.deadline
-        self.deadline = whole.part(share)
+        self.deadline = part
         try:
             yield
         finally:
             self.deadline = whole
+
+    @contextmanager
+    def measured(self, kind: str) -> Iterator[None]:
+        """Work of a kind that may come again, and then takes about as long."""
+        started = time.monotonic()
+        yield
+        self.took_s[kind] = max(time.monotonic() - started, self.took_s.get(kind, 0.0))
 
     def stopped(self, planned: PlannedStep) -> PlannedStep:
         """The plan with what was left out for want of time."""

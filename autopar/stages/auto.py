@@ -19,6 +19,7 @@ from autopar.cost.measured import min_work_s
 from autopar.errors import MemoryBudgetError, TraceError
 from autopar.ir.failures import first_line, planning_failed
 from autopar.ir.stages import SearchReport
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.plan_whole import WholeStep, plan_smallest
@@ -41,6 +42,7 @@ from autopar.stages.auto_task import (
     recomputed_s,
 )
 from autopar.stages.choose_stages import device_budget, loop_graph
+from autopar.stages.expected_work import LOOP
 from autopar.stages.looped import batch_rows, first_micro_batches, launch_s
 
 # Stage programs that the shortest pipeline starts one after another: two stages, two micro-batches.
@@ -216,7 +218,7 @@ def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
     is_promising = most_gained(task) <= _LITTLE
     if is_promising and not is_scanned:  # by what it takes in memory too, which pipelines ask for
         try:
-            step = task.source.as_loop(_first_number(task))
+            step = _as_loop(task, _first_number(task))
             loop_graph(step, task.method.options, task.cluster, task.log)
         except Exception as error:
             task.log.contain("the memory of micro-batches", error)
@@ -414,7 +416,7 @@ def _why_whole_batch(task: AutoTask, *, on_one_mesh: bool = False) -> str | None
     if asked == "auto" and rows == 1:
         return "the batch has one row"
     number = _likely_number(task) if on_one_mesh else None
-    cut = task.source.as_loop
+    cut = partial(_as_loop, task)
     if asked != "auto":
         number = int(asked)
     elif number is not None:
@@ -426,6 +428,11 @@ def _why_whole_batch(task: AutoTask, *, on_one_mesh: bool = False) -> str | None
         return reason
     notes = cut(number).notes
     return f"micro-batches would change results: {notes[0]}" if notes else None
+
+
+def _as_loop(task: AutoTask, number: int) -> TracedStep:
+    with task.log.timed("trace"), task.log.measured(LOOP):
+        return task.source.as_loop(number)
 
 
 def _why_too_slow(task: AutoTask, whole: PlannedStep | None) -> str | None:

@@ -25,6 +25,7 @@ from autopar.sharding.memory_budget import RESERVE_SHARE
 from autopar.sharding.plan_whole import WholeStep, plan_whole
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import PIPELINES, cut_refusal
+from autopar.stages.expected_work import on_one_mesh_s
 from autopar.stages.looped import batch_rows
 from autopar.stages.plan_pipeline import plan_pipeline
 from autopar.tracer.costs import aval_bytes, program_flops
@@ -105,7 +106,12 @@ class AutoTask:
         leaves: Callable[[float], bool] = lambda _: False,
         on_one_mesh: Callable[[int, float], PlannedStep | None] | None = None,
     ) -> PlannedStep:
-        """`leaves` and `on_one_mesh` as in `PipelineTask`."""
+        """`leaves` and `on_one_mesh` as in `PipelineTask`. Time is left for one mesh as long as it
+        promises to beat the pipeline at hand."""
+
+        def then_s(step_s: float) -> float:
+            return on_one_mesh_s(self.log) if 0 < self.promised_on_one_mesh_s < step_s else 0.0
+
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
         return plan_pipeline(
             self.source,
@@ -114,8 +120,18 @@ class AutoTask:
             self.log,
             to_the_end=False,
             leaves=leaves,
+            then_s=then_s,
             on_one_mesh=on_one_mesh,
         )
+
+    @property
+    def promised_on_one_mesh_s(self) -> float:
+        """About what the step takes on one mesh with the fewest micro-batches that may fit; 0 if
+        that is unknown."""
+        fewest = next((n for n in self.numbers if may_fit(self, n)), None)
+        if not self.number_is_free or fewest is None or not self.log.ideal_s:
+            return 0.0
+        return one_mesh_s(self, fewest, self.log.ideal_s)
 
     def leaves(self, step_s: float) -> bool:
         """Whether a pipeline that promises so many seconds is left unsolved, as time is short: a
@@ -125,10 +141,7 @@ class AutoTask:
             return False
         if self.log.best is not None and self.log.has_plan:
             return step_s >= self.log.best.step_s
-        fewest = next((n for n in self.numbers if may_fit(self, n)), None)
-        if fewest is None or not self.log.ideal_s:
-            return False
-        return 0 < one_mesh_s(self, fewest, self.log.ideal_s) < step_s
+        return 0 < self.promised_on_one_mesh_s < step_s
 
     @property
     def numbers(self) -> list[int]:

@@ -36,6 +36,7 @@ from autopar.sharding.memory_budget import corrected, memory_budget, state_floor
 from autopar.sharding.memory_limits import memory_by_rows
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
+from autopar.stages.expected_work import BENCH, GRAPH, TABLES
 from autopar.stages.layer_tables import PRICES, mesh_shapes, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
 from autopar.stages.micro_batches import (
@@ -124,12 +125,13 @@ def choose_stages(
     maker = _table_maker(looped, step, method.options, cluster, log)
     all_of_it = _setting(looped, method, cluster)
     setting = within_less(all_of_it, excess or {})
-    if cluster.num_devices < MANY_DEVICES:
-        tables = maker.tables(submeshes)
-        with log.timed("search"):
-            choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
-    else:
-        tables, choice, report = _search_many(looped, setting, submeshes, maker)
+    with log.measured(TABLES):
+        if cluster.num_devices < MANY_DEVICES:
+            tables = maker.tables(submeshes)
+            with log.timed("search"):
+                choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
+        else:
+            tables, choice, report = _search_many(looped, setting, submeshes, maker)
     while maker.late and not _uses_all(choice, cluster) and (to_the_end or log.deadline.allows()):
         tables = [*tables, *maker.tables([maker.late.pop()])]  # the largest, or else the smallest
         with log.timed("search"):
@@ -253,13 +255,14 @@ def _table_maker(
 ) -> _TableMaker:
     """`step`: the looped step, with or without its stacks split over layers."""
     graph = loop_graph(step, options, cluster, log)
-    with log.timed("graph"), paused_garbage_collector():
-        places = node_places(graph, step, looped.attached)
     constraints = method_constraints(step, ShardParallel(options=options))
-    with log.timed("tables"), paused_garbage_collector():
-        bench = TableBench(
-            graph, places, step.num_micro_batches, options.fold_layers, options.solver
-        )
+    with log.measured(BENCH), paused_garbage_collector():
+        with log.timed("graph"):
+            places = node_places(graph, step, looped.attached)
+        with log.timed("tables"):
+            bench = TableBench(
+                graph, places, step.num_micro_batches, options.fold_layers, options.solver
+            )
     return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
 
 
@@ -268,7 +271,7 @@ def loop_graph(
 ) -> Graph:
     """The graph of a step as a loop over micro-batches. The log keeps what it tells of the memory
     that other numbers take."""
-    with log.timed("graph"), paused_garbage_collector():
+    with log.timed("graph"), log.measured(GRAPH), paused_garbage_collector():
         graph = log.graphs.of(
             step,
             overlaps=hides_latency(options.xla_options),

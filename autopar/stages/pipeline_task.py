@@ -75,6 +75,8 @@ class PipelineTask:
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
     to_the_end: if no pipeline is found in time, search on.
     leaves:    whether a pipeline that promises so many seconds is not worth the time to solve it.
+    then_s:    the seconds to leave for plans on one mesh that may beat a pipeline which takes so
+               many; 0 if none may.
     on_one_mesh: a plan on one mesh in place of a pipeline of one stage, by its number of
                micro-batches and the seconds that it promises; None if all stages are to be solved.
     cuts, graphs: the stages that were cut last, and their graphs.
@@ -92,6 +94,7 @@ class PipelineTask:
     may_recompute: bool = True
     to_the_end: bool = True
     leaves: Callable[[float], bool] = lambda _: False
+    then_s: Callable[[float], float] = lambda _: 0.0
     on_one_mesh: Callable[[int, float], PlannedStep | None] | None = None
     misfits: list[StageMisfit] = field(default_factory=list)
     cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)

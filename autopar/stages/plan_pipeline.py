@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -50,6 +51,13 @@ from autopar.stages.choose_stages import (
     search_within,
     with_another,
 )
+from autopar.stages.expected_work import (
+    LOOP,
+    PIPELINE,
+    loop_s,
+    search_again_s,
+    solving_s,
+)
 from autopar.stages.looped import (
     LoopedStep,
     StageSpec,
@@ -64,12 +72,10 @@ from autopar.stages.pipeline_task import PipelineTask
 from autopar.stages.solve_pipeline import solve_pipeline
 from autopar.stages.submeshes import uniform_submesh
 
-# The time that a search at another number of micro-batches takes, relative to all before it.
-_AGAIN = 0.75
-_AGAIN_ON_FEW = 0.25  # if it looks at the submeshes of one plan only
-_SOLVING = 0.3  # the time that solving the stages of one pipeline takes, likewise
 # Another number of micro-batches that promises so much less is solved without tables of its own.
 _CLEARLY_LESS = 0.85
+# A second search takes no less than this of all the time before it.
+_AGAIN, _AGAIN_ON_FEW = 0.75, 0.25  # the latter if it looks at the submeshes of one plan only
 _MOST_LESSONS = 3  # searches that are repeated because a stage did not fit
 _NEWS = 1.001  # an excess this much over the one known is worth another search
 
@@ -82,12 +88,19 @@ def plan_pipeline(
     *,
     to_the_end: bool = True,
     leaves: Callable[[float], bool] = lambda _: False,
+    then_s: Callable[[float], float] = lambda _: 0.0,
     on_one_mesh: Callable[[int, float], PlannedStep | None] | None = None,
 ) -> PlannedStep:
-    """A pipeline as a method asks for it. `to_the_end`, `leaves` and `on_one_mesh` as in
+    """A pipeline as a method asks for it. `to_the_end`, `leaves`, `then_s` and `on_one_mesh` as in
     `PipelineTask`."""
     task = PipelineTask(
-        method, cluster, log, to_the_end=to_the_end, leaves=leaves, on_one_mesh=on_one_mesh
+        method,
+        cluster,
+        log,
+        to_the_end=to_the_end,
+        leaves=leaves,
+        then_s=then_s,
+        on_one_mesh=on_one_mesh,
     )
     with log.limited(method.options):
         return log.stopped(_plan_pipeline(source, task))
@@ -115,7 +128,7 @@ def _looped(
     log: PlanningLog,
     at_least: int = 1,
 ) -> LoopedStep:
-    with log.timed("trace"):
+    with log.timed("trace"), log.measured(LOOP):
         step = source.as_loop(number)
     with log.timed("layers"):
         looped = find_looped(step, layers, at_least)
@@ -223,11 +236,11 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
             looped, search = smallest, again
     if search.choice is None:
         raise nothing_fits(looped, search.report, method.options, cluster)
-    if task.log.has_plan and not task.to_the_end and not _has_time(task, "pipelines", _SOLVING):
+    if log.has_plan and not task.to_the_end and not _has_time(task, "pipelines", solving_s(log)):
         raise _no_time(looped)
     planned, search = _fitted(task, looped, search, excess)
     if is_free and _recomputes_more(planned.plan, search.report):
-        planned = _with_smaller(source, task, planned, excess)
+        planned = _with_smaller(source, task, planned, search, excess)
     return _with_skipped(planned, log)
 
 
@@ -316,7 +329,11 @@ def _at_better_number(
     if search.another is None:
         return looped, search
     number = search.another.num_micro_batches
-    in_time = search.choice is None or _has_time(task, f"tables of {number} micro-batches")
+    plans = (*search.report.best[:1], search.another)
+    submeshes = {stage.submesh for plan in plans for stage in plan.stages}
+    again_s, rest_s = _again_s(task, search, submeshes, _AGAIN)
+    what = f"tables of {number} micro-batches"
+    in_time = search.choice is None or _has_time(task, what, again_s + rest_s)
     if not in_time and not _promises_enough(task, looped, search):
         return looped, search
     other = _looped_near(source, task, number, looped.step.num_micro_batches)
@@ -325,14 +342,13 @@ def _at_better_number(
     if not in_time:
         is_as_promised = other.step.num_micro_batches == number
         return (other, at_another(search)) if is_as_promised else (looped, search)
-    plans = (*search.report.best[:1], search.another)
-    submeshes = {stage.submesh for plan in plans for stage in plan.stages}
     rows = batch_rows(looped.step) // other.step.num_micro_batches
     has_few_rows = rows < task.cluster.devices_per_host  # of which tables know little
-    again = _search_again(other, task, excess, only=None if has_few_rows else submeshes)
-    if again is None:
-        return looped, search
-    again = _calibrated(task, other, again, excess)
+    with task.log.reserving(rest_s):
+        again = _search_again(other, task, excess, only=None if has_few_rows else submeshes)
+        if again is None:
+            return looped, search
+        again = _calibrated(task, other, again, excess)
     old, new = search.choice, again.choice
     if old is None or (new is not None and new.step_s < old.step_s):
         return other, again
@@ -340,20 +356,36 @@ def _at_better_number(
 
 
 def _promises_enough(task: PipelineTask, looped: LoopedStep, search: StageSearch) -> bool:
-    """Whether another number of micro-batches promises clearly more, where tables are to be trusted
-    and a plan is still to be found."""
+    """Whether another number of micro-batches promises clearly more, where tables are to be
+    trusted, a plan is still to be found, and there is time to trace the step at that number."""
     assert search.choice is not None and search.another is not None
     rows = batch_rows(looped.step) // search.another.num_micro_batches
     if rows < task.cluster.devices_per_host or task.log.has_plan:
         return False
+    if not task.log.deadline.allows(loop_s(task.log)):
+        return False
     return search.another.step_s <= _CLEARLY_LESS * search.choice.step_s
 
 
-def _has_time(task: PipelineTask, what: str, share: float = _AGAIN) -> bool:
-    """Whether there is time to trace the step at another number of micro-batches and search; if
-    not, the plan says what was left out."""
+def _again_s(
+    task: PipelineTask, search: StageSearch, submeshes: Collection[Submesh], least: float
+) -> tuple[float, float]:
+    """What it takes to search these submeshes at another number of micro-batches; and what follows:
+    to solve the stages, and to plan on one mesh where that may win. A second number is no reason to
+    leave that out."""
+    known = {table.submesh for table in search.tables}
+    again_s = search_again_s(task.log, len(known & set(submeshes)) / max(1, len(known)))
+    rest_s = solving_s(task.log)
+    if search.choice is not None:
+        rest_s += task.then_s(search.choice.step_s)
+    return max(again_s, least * task.log.deadline.elapsed_s - rest_s), rest_s
+
+
+def _has_time(task: PipelineTask, what: str, expected_s: float) -> bool:
+    """Whether there is time for work that takes so long; if not, the plan says what was left
+    out."""
     deadline = task.log.deadline
-    if deadline.allows(share * deadline.elapsed_s):
+    if deadline.allows(expected_s):
         return True
     deadline.cut(what)
     return False
@@ -430,9 +462,10 @@ def _best_solved(
     took_s, deadline = 0.0, task.log.deadline
     for number, choice in enumerate(report.best):
         is_enough = len(checked) >= least
-        if best is not None and is_enough and choice.step_s >= best.plan.estimated_step_s:
+        best_s = inf if best is None else best.plan.estimated_step_s
+        if is_enough and choice.step_s >= best_s:
             break
-        if best is not None and not deadline.allows(took_s):
+        if best is not None and not deadline.allows(took_s + task.then_s(best_s)):
             deadline.cut(f"{len(report.best) - number} of the {len(report.best)} best pipelines")
             break
         started = time.monotonic()
@@ -446,9 +479,10 @@ def _best_solved(
             continue
         solved.append(specs)
         try:
-            planned = _instead(task, looped, choice) or task.log.note(
-                solve_pipeline(task, looped, specs, report)
-            )
+            planned = _instead(task, looped, choice)
+            if planned is None:
+                with task.log.measured(PIPELINE):
+                    planned = task.log.note(solve_pipeline(task, looped, specs, report))
         except MemoryBudgetError as error:
             if until_misfit and best is None:
                 raise
@@ -461,8 +495,7 @@ def _best_solved(
         took_s = time.monotonic() - started
         exact_s = planned.plan.estimated_step_s
         checked.append((choice.step_s, exact_s))
-        if best is None or exact_s < best.plan.estimated_step_s:
-            best = planned
+        best = planned if best is None or exact_s < best_s else best
     if best is None and misfit is not None:
         raise with_failures(misfit, failures)
     if best is None:
@@ -494,24 +527,29 @@ def _recomputes_more(plan: ParallelPlan, report: SearchReport) -> bool:
 
 
 def _with_smaller(
-    source: StepSource, task: PipelineTask, planned: PlannedStep, excess: Mapping[Submesh, float]
+    source: StepSource,
+    task: PipelineTask,
+    planned: PlannedStep,
+    search: StageSearch,
+    excess: Mapping[Submesh, float],
 ) -> PlannedStep:
     """The same submeshes with micro-batches half as large, if that is faster: tables had more room
     than the stages themselves, which had to recompute."""
     count = planned.plan.num_micro_batches
-    if not _has_time(task, f"{2 * count} micro-batches", _AGAIN_ON_FEW):
+    submeshes = {stage.submesh for stage in planned.plan.stages}
+    expected_s = sum(_again_s(task, search, submeshes, _AGAIN_ON_FEW))
+    if not _has_time(task, f"{2 * count} micro-batches", expected_s):
         return planned
     looped = _looped_near(source, task, 2 * count, count)
     if looped is None:
         return planned
-    submeshes = {stage.submesh for stage in planned.plan.stages}
-    search = _search_again(looped, task, excess, only=submeshes)
-    if search is None or search.choice is None:
+    again = _search_again(looped, task, excess, only=submeshes)
+    if again is None or again.choice is None:
         return planned
-    if search.choice.step_s >= planned.plan.estimated_step_s:
+    if again.choice.step_s >= planned.plan.estimated_step_s:
         return planned
     try:
-        smaller = _best_solved(task, looped, search.report)
+        smaller = _best_solved(task, looped, again.report)
     except MemoryBudgetError:
         return planned
     except Exception as error:

@@ -49,6 +49,28 @@ def test_work_that_shares_the_time_left_gives_the_rest_back():
     assert log.deadline is whole and "a stage" in (whole.text() or "")
 
 
+def test_work_leaves_what_is_reserved_for_later():
+    log = PlanningLog(deadline=Deadline(1000.0))
+    whole = log.deadline
+    with log.reserving(300.0):
+        assert log.deadline.allows(600) and not log.deadline.allows(800)
+        with log.reserving(900.0):
+            assert not log.deadline.allows()
+    assert log.deadline is whole and whole.allows(800)
+    assert Deadline().before(1e9).allows(1e9)
+
+
+def test_the_longest_work_of_a_kind_is_known():
+    log = PlanningLog()
+    log.took_s["graph"] = 1e6
+    with log.measured("graph"), log.measured("tables"):
+        pass
+    assert log.took_s["graph"] == 1e6 and 0 <= log.took_s["tables"] < 1e6
+    with pytest.raises(ZeroDivisionError), log.measured("other"):
+        raise ZeroDivisionError
+    assert "other" not in log.took_s
+
+
 def test_time_is_short_once_less_is_left_than_was_spent():
     deadline, unlimited = Deadline(1000.0), Deadline()
     assert not deadline.is_short

@@ -12,6 +12,15 @@ from autopar.progress import Best
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import plan_pipeline
 from autopar.stages.choose_stages import StageSearch, choose_stages
+from autopar.stages.expected_work import (
+    BENCH,
+    GRAPH,
+    LOOP,
+    PIPELINE,
+    TABLES,
+    search_again_s,
+    solving_s,
+)
 from autopar.stages.looped import LoopedStep, StageSpec
 from autopar.stages.pipeline_task import PipelineTask, StageMisfit
 from tests.unit.stages.small_pipeline import CLUSTER, METHOD, looped_step, step_source
@@ -118,6 +127,33 @@ def test_past_the_deadline_nothing_is_learned_if_there_is_another_way(
     assert len(calls) == tries
 
 
+@pytest.mark.parametrize(("then_s", "is_searched"), [(0.0, True), (100.0, True), (900.0, False)])
+def test_a_second_number_leaves_time_for_one_mesh(
+    found, monkeypatch, then_s: float, is_searched: bool
+) -> None:
+    looped, search = found
+    other = replace(search.choice, num_micro_batches=8, step_s=0.9 * search.choice.step_s)
+    calls = []
+    monkeypatch.setattr(plan_pipeline, "_search_again", lambda *_, **how: calls.append(how))
+    tried = replace(task(), then_s=lambda _: then_s)
+    tried.log.deadline.limit_s = 1000.0
+    tried.log.took_s.update({LOOP: 50.0, GRAPH: 50.0, TABLES: 50.0})
+    plan_pipeline._at_better_number(
+        step_source(), tried, looped, replace(search, another=other), {}
+    )
+    assert bool(calls) == is_searched
+    assert is_searched or "tables of 8 micro-batches" in tried.log.deadline.left_out
+
+
+def test_a_search_tells_what_it_took() -> None:
+    log = PlanningLog()
+    choose_stages(looped_step(), METHOD, CLUSTER, log)
+    assert set(log.took_s) == {GRAPH, BENCH, TABLES} and solving_s(log) > log.took_s[GRAPH]
+    assert search_again_s(log, 1.0) == pytest.approx(sum(log.took_s.values()))
+    log.took_s[PIPELINE] = 7.0  # once a pipeline was solved, that counts
+    assert solving_s(log) == 7.0
+
+
 def test_a_stage_with_what_did_not_fit_is_not_built() -> None:
     tried = task()
     assert not tried.cannot_fit([StageSpec((0, 4), (1, 2), (2,))], 4)
@@ -131,15 +167,19 @@ def test_a_stage_with_what_did_not_fit_is_not_built() -> None:
     assert not tried.cannot_fit([StageSpec((0, 3), (2, 2), (4,)), two[1]], 4)
 
 
-@pytest.mark.parametrize(("share", "number"), [(0.8, 8), (0.9, 4)])
+@pytest.mark.parametrize(
+    ("share", "loop_s", "number"), [(0.8, 10.0, 8), (0.9, 10.0, 4), (0.8, 2000.0, 4)]
+)
 def test_without_time_for_tables_another_number_must_promise_clearly_more(
-    found, share: float, number: int
+    found, share: float, loop_s: float, number: int
 ) -> None:
+    """And there must be time to trace the step once more."""
     looped, search = found
     choice = search.choice
     other = replace(choice, num_micro_batches=8, step_s=share * choice.step_s)
     tried = task()
-    tried.log.deadline.interrupt()
+    tried.log.deadline.limit_s = 1000.0
+    tried.log.took_s.update({LOOP: loop_s, GRAPH: 2000.0})
     at, chosen = plan_pipeline._at_better_number(
         step_source(), tried, looped, replace(search, another=other), {}
     )
