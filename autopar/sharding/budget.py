@@ -5,8 +5,8 @@
 bytes_t is linear in the variables of the integer programme: a node's strategy gives the size of its
 results, a pair of strategies that of the copy between them (`Holdings.row`). Two things keep the
 programme small. A time becomes a *row* only when a solution breaks it: of thousands, a handful bind
-(`_BudgetSearch.add_rows`). And rows never reach the exact reductions, which cannot handle side
-constraints:
+(`_BudgetSearch.add_rows`). And nodes with terms in a row never reach the exact reductions, which
+cannot handle side constraints:
 
 1. Lagrangian: for prices λ_t ≥ 0 per byte, min cost(x) + Σ λ_t (bytes_t(x) − budget) is an
    unconstrained problem, solved as usual, and a lower bound on the optimum. Prices rise until a
@@ -17,7 +17,8 @@ constraints:
    saves adds up. Which groups to exchange is a small knapsack (`combine.combined`). A single price
    cannot choose if many nodes offer the same trade.
 3. Restricted programme, if the gap is still large: the strategies that any of these solutions used,
-   a few per node, with the rows as constraints, solved exactly (`_BudgetSearch.mix`).
+   a few per node, with the rows as constraints, solved exactly (`_BudgetSearch.mix`). Nodes that no
+   row depends on are reduced first.
 
 What was tried is kept with the problem (`ShardingProblem.tried`): the stages of a pipeline often
 have equal problems and differ in how many micro-batches they hold.

@@ -32,7 +32,7 @@ from autopar.errors import ArgumentError, SolverError
 from autopar.progress import debugs, tell
 from autopar.sharding.descent import descend
 from autopar.sharding.limit import Limit
-from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 
 _INTEGRAL = 1e-6
 _PROVEN = 1e-6
@@ -204,7 +204,13 @@ def solve_with_limits(
 ) -> dict[int, int] | None:
     """The cheapest choice with every limit at most the bound; without a bound, the choice that
     minimises the largest limit. None if there is none, or none was found in time. For the small
-    problems of `budget`: always by HiGHS; the problem gets the edges that limits need."""
+    problems of `budget`: always by HiGHS. The problem is used up: nodes that no limit depends on
+    are reduced, and it gets the edges that limits need."""
+    if bound is not None and any(limit.floor() > bound * (1 + 1e-9) for limit in limits):
+        return None
+    reduction = reduce_problem(problem, {u for limit in limits for u in limit.ends})
+    if not problem.costs:
+        return reduction.restore({})
     _add_limit_edges(problem, limits)
     model = _model(problem)
     highs = _highs(model)
@@ -230,7 +236,8 @@ def solve_with_limits(
     if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return None
     solution = np.array(highs.getSolution().col_value)
-    return {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+    choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+    return reduction.restore(choice)
 
 
 def _add_limit_edges(problem: PairwiseProblem, limits: Iterable[Limit]) -> None:

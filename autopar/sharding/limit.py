@@ -36,7 +36,7 @@ class Limit:
 
     def restrict(self, kept: Mapping[int, np.ndarray]) -> Limit:
         """The same function over fewer strategies. Terms of a node with one strategy move to its
-        neighbour, or to the constant."""
+        neighbour, or to the constant, as do those that are the same for all of its strategies."""
         nodes: dict[int, np.ndarray] = {}
         edges: dict[tuple[int, int], np.ndarray] = {}
         constant = self.constant
@@ -58,4 +58,11 @@ class Limit:
                 add(u, part[:, 0])
             elif part.any():
                 edges[u, v] = part
+        same = [u for u, term in nodes.items() if np.ptp(term) == 0]
+        constant += sum(float(nodes.pop(u)[0]) for u in same)
         return Limit(nodes, edges, constant)
+
+    @property
+    def ends(self) -> set[int]:
+        """The nodes on whose strategies it depends."""
+        return {*self.nodes, *(u for edge in self.edges for u in edge)}

@@ -129,7 +129,7 @@ def _pipeline_first(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
     split over the devices, and gather parameters less often."""
     deadline = task.log.deadline
     begun_s = deadline.elapsed_s
-    early = _early_on_one_mesh(task)
+    early = _early_on_one_mesh(task, outcomes)
     early_s = deadline.elapsed_s - begun_s
     if early is not None and not _has_time(task, "pipelines"):
         outcomes.tried[PIPELINES] = "not tried: there was no time left"
@@ -206,7 +206,7 @@ def _faster(one: PlannedStep | None, other: PlannedStep | None) -> PlannedStep |
     return min(there, key=lambda planned: planned.plan.estimated_step_s, default=None)
 
 
-def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
+def _early_on_one_mesh(task: AutoTask, outcomes: Outcomes) -> PlannedStep | None:
     """A plan on one mesh with the fewest micro-batches that fit, or more where memory costs time,
     in a share of the time. It is there if pipelines take too long, and rules out those that promise
     less. A step that scans its layers is short as one program and long as a pipeline, whose layers
@@ -227,18 +227,20 @@ def _early_on_one_mesh(task: AutoTask) -> PlannedStep | None:
         return None
     whole = task.log.deadline
     with task.log.sharing(_EARLY_PROMISING if is_promising else _EARLY):
-        return _fastest_cut(task, _early_plans(task, whole))
+        return _fastest_cut(task, _early_plans(task, outcomes, whole))
 
 
-def _early_plans(task: AutoTask, whole: Deadline) -> Iterator[PlannedStep]:
+def _early_plans(task: AutoTask, outcomes: Outcomes, whole: Deadline) -> Iterator[PlannedStep]:
     """Plans on one mesh that fit, with more and more micro-batches, until their share of the whole
-    time is up and pipelines have some left."""
+    time is up and pipelines have some left. Those with nothing left out are not made again."""
     tries = MicroBatchTries(task)
     for number in task.numbers:
         if not may_fit(task, number) or tries.is_too_large(number):
             continue
         planned = tries.plan(number)
         if planned is not None:
+            if planned.plan.solver.stopped is None:
+                outcomes.found[number] = planned
             yield planned
         if whole.allows() and not task.log.deadline.allows():
             return

@@ -159,8 +159,8 @@ class Outcomes:
     tried:    micro-batches and pipelines -> what came of them, or why they were not tried.
     useless:  remedies that were tried in vain.
     is_left:  a pipeline was found by tables, and left unsolved.
-    found:    a number of micro-batches -> the plan on one mesh that was made in place of a pipeline
-              of one stage; None if none fits.
+    found:    a number of micro-batches -> the plan on one mesh that was made before pipelines, or
+              in place of a pipeline of one stage; None if none fits.
     """
 
     task: AutoTask

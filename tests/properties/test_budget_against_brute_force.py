@@ -109,8 +109,8 @@ def limited_problems(draw):
         problem.add_edge(u, v, table(counts[u], counts[v]))
     limits = [
         Limit(
-            {u: table(n) for u, n in enumerate(counts)},
-            {(u, v): table(counts[u], counts[v]) for u, v in chosen},
+            {u: table(counts[u]) for u in draw(st.sets(st.sampled_from(list(costs))))},
+            {(u, v): table(counts[u], counts[v]) for u, v in chosen if draw(st.booleans())},
             draw(number),
         )
         for _ in range(draw(st.integers(1, 2)))

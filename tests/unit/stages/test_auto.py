@@ -331,7 +331,7 @@ def made_plan(
 ) -> Any:
     plan = SimpleNamespace(
         remat=remat,
-        solver=SimpleNamespace(unbounded=()),
+        solver=SimpleNamespace(unbounded=(), stopped=None),
         estimated_step_s=step_s,
         num_micro_batches=number,
         unrolled=unrolled,
@@ -367,8 +367,15 @@ def test_an_early_plan_that_recomputes_layers_is_cut_while_that_gains(
     monkeypatch.setattr(auto, "most_gained", lambda task: 0.0)
     monkeypatch.setattr(auto, "may_fit", lambda task, number=1: True)
     monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
-    found = auto._early_on_one_mesh(task)
+    outcomes = auto_task.Outcomes(task)
+    found = auto._early_on_one_mesh(task, outcomes)
     assert found is not None and found.plan.num_micro_batches == 2
+    assert numbers == [1, 2, 4]
+    assert outcomes.found[2] is found
+    monkeypatch.setattr(  # these numbers are not planned again in place of a pipeline
+        auto_task.AutoTask, "as_pipeline", lambda task, leaves, on_one_mesh: on_one_mesh(2, 1.5)
+    )
+    assert outcomes.as_pipeline() is found
     assert numbers == [1, 2, 4]
 
 
