@@ -5,8 +5,8 @@
 bytes_t is linear in the variables of the integer programme: a node's strategy gives the size of its
 results, a pair of strategies that of the copy between them (`Holdings.row`). Two things keep the
 programme small. A time becomes a *row* only when a solution breaks it: of thousands, a handful bind
-(`_BudgetSearch.add_rows`). And nodes with terms in a row never reach the exact reductions, which
-cannot handle side constraints:
+(`_BudgetSearch.add_rows`). And rows never reach the exact reductions, which cannot handle side
+constraints:
 
 1. Lagrangian: for prices λ_t ≥ 0 per byte, min cost(x) + Σ λ_t (bytes_t(x) − budget) is an
    unconstrained problem, solved as usual, and a lower bound on the optimum. Prices rise until a

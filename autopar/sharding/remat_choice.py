@@ -122,7 +122,8 @@ def choose_remat(
     deadline = tries.log.deadline
     for _ in range(_MAX_TRIES):
         count = _num_needed(layers, without, tries.failed, num_devices)
-        if tries.failed and deadline.is_over:
+        if tries.failed and deadline.is_over and count < len(layers):
+            deadline.cut(f"recomputing {count} layers")
             count = len(layers)
         if not count or (tries.failed and count <= tries.failed[-1][0]):
             break

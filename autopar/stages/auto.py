@@ -64,7 +64,7 @@ def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep
         if whole.hopeless is not None:
             return plan_smallest(whole)
         if task.log.deadline.is_over and not is_first:
-            return plan_smallest(_finest(task) or whole)
+            return _at_last(task, whole)
         planned = _best_planned(task, outcomes, one_mesh) or _smallest(task, outcomes)
         return task.log.stopped(planned)
 
@@ -341,6 +341,8 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
         finest = tried.finest(numbers[index:]) if is_open or is_last else number
         if finest is None:
             break
+        if is_last and finest != number:
+            task.log.deadline.cut(f"fewer than {finest} micro-batches")
         planned = tried.plan(finest if is_last else number)
         if planned is not None:
             yield planned
@@ -354,11 +356,20 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
 # -- what does not fit
 
 
-def _finest(task: AutoTask) -> WholeStep | None:
-    """The step in as many micro-batches as it can have, unless even they are too large."""
+def _at_last(task: AutoTask, whole: WholeStep) -> PlannedStep:
+    """The one try of a way that is begun when time is up: all layers recomputed, and as many
+    micro-batches as the step can have, unless even they are known to be too large."""
+    task.log.deadline.cut("all plans but the one that needs the least memory")
     is_cut = task.number_is_free and _why_whole_batch(task, on_one_mesh=True) is None
     number = MicroBatchTries(task).finest(task.numbers[1:]) if is_cut else None
-    return None if number is None else task.whole(number, in_full=True)
+    finest = whole if number is None else task.whole(number, in_full=True)
+    try:
+        return task.log.stopped(plan_smallest(finest))
+    except MemoryBudgetError as error:
+        tried = {PIPELINES: "not tried: there was no time left"}
+        if number is not None:
+            tried[MICRO_BATCHES] = f"tried: {number} of them; for others there was no time left"
+        raise error.having_tried(tried) from error.__cause__
 
 
 def _smallest(task: AutoTask, outcomes: Outcomes) -> PlannedStep:

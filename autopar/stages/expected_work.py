@@ -15,7 +15,7 @@ from autopar.sharding.planning_log import PlanningLog
 LOOP, GRAPH, BENCH, TABLES, PIPELINE = "loop", "loop's graph", "bench", "tables", "pipeline"
 
 # What these take in terms of the graph of the whole step: all stages of a pipeline, and a plan on
-# one mesh.
+# one mesh. Guesses, after five large models.
 _PIPELINE, _ONE_MESH = 3.0, 5.0
 
 

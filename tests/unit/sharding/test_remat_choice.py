@@ -161,3 +161,4 @@ def test_once_time_is_up_all_layers_are_tried_and_nothing_else(budget: float, fi
     except MemoryBudgetError:
         assert not fits
     assert model.tried == [0, 8]
+    assert any("recomputing" in what for what in log.deadline.left_out) == fits

@@ -412,6 +412,7 @@ def test_once_time_is_up_the_finest_cut_is_the_last_try(monkeypatch: pytest.Monk
     monkeypatch.setattr(auto_task, "plan_whole", plan_whole)
     assert auto._or_cut(task, auto_task.Outcomes(task), None) is None
     assert numbers == [2, task.numbers[-1]]
+    assert f"fewer than {numbers[-1]} micro-batches" in task.log.deadline.left_out
 
 
 def test_another_way_that_is_begun_too_late_has_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,9 +424,15 @@ def test_another_way_that_is_begun_too_late_has_one_try(monkeypatch: pytest.Monk
         raise MemoryBudgetError("too large", 2.0, 1.0)
 
     monkeypatch.setattr(auto, "plan_smallest", plan_smallest)
-    with task.log.limited(task.method.options), pytest.raises(MemoryBudgetError):
+    with task.log.limited(task.method.options), pytest.raises(MemoryBudgetError) as caught:
         auto.plan_automatically(task)
     assert tried == [task.numbers[-1]]
+    by_number = caught.value.tried["micro-batches"]
+    assert f"{tried[0]} of them; for others there was no time left" in by_number
+        f"{tried[0]} of them; for others there was no time" in caught.value.tried["micro-batches"]
+    )
+    assert "no time left" in caught.value.tried["pipelines"]
+    assert any("least memory" in what for what in task.log.deadline.left_out)
 
 
 def test_what_is_likely_to_fit_is_planned_without_a_look_at_other_numbers(
