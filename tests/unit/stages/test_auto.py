@@ -429,8 +429,6 @@ def test_another_way_that_is_begun_too_late_has_one_try(monkeypatch: pytest.Monk
     assert tried == [task.numbers[-1]]
     by_number = caught.value.tried["micro-batches"]
     assert f"{tried[0]} of them; for others there was no time left" in by_number
-        f"{tried[0]} of them; for others there was no time" in caught.value.tried["micro-batches"]
-    )
     assert "no time left" in caught.value.tried["pipelines"]
     assert any("least memory" in what for what in task.log.deadline.left_out)
 
