@@ -402,11 +402,12 @@ def test_a_sum_that_crosses_is_exact_outside_of_the_loop():
     np.testing.assert_allclose(mean, np.mean(X @ W, axis=0), rtol=1e-5, atol=1e-6)
 
 
-def test_products_of_rows_with_rows_are_noted():
+def test_products_of_rows_with_rows_are_noted(caplog):
     step = parallel(lambda w, x: jnp.sum(jnp.tanh((x @ w) @ (x @ w).T)))
     step(W, X)
     (warning,) = step.last_executable.plan.warnings
     assert "one micro-batch only" in warning
+    assert f"micro-batches change its results: {warning}" in caplog.text
 
 
 def test_differences_of_rows_are_noted():
