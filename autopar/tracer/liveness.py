@@ -26,6 +26,7 @@ A value that a loop reads lives until the loop's end; a stack that it writes, fr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
+from functools import cached_property
 from math import prod
 
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
@@ -388,11 +389,33 @@ class _Sweep:
         shape = self.values[source].shape
         if not shape or shape[-1] > MAX_TILE_ROW:
             return False
-        made = self.producer[value]
+        behind = self.sums_behind[self.producer[value]]
         return any(
-            _sums_last(self.nodes[index]) and self.fusion.waits_for(made, index)
+            behind >> self.sums[index] & 1
             for index in self.fusion.fused_readers(source)
+            if index in self.sums
         )
+
+    @cached_property
+    def sums(self) -> dict[int, int]:
+        """Sums over rows, numbered."""
+        found = (index for index, node in enumerate(self.nodes) if _sums_last(node))
+        return {index: number for number, index in enumerate(found)}
+
+    @cached_property
+    def sums_behind(self) -> list[int]:
+        """Per node, the sums over rows that it depends on, as bits: a deep model asks too often to
+        search each time."""
+        behind = [0] * len(self.nodes)
+        for index, node in enumerate(self.nodes):
+            here = behind[index]
+            if index in self.sums:
+                here |= 1 << self.sums[index]
+            if here:
+                for value in node.results:
+                    for reader in self.readers.get(value, ()):
+                        behind[reader.node] |= here
+        return behind
 
     # -- copies
 
