@@ -1,8 +1,8 @@
 """Single operations, which the judge's constants may be chosen by: names → steps of some of them.
 
 Sizes are drawn at random, odd ones among them, and are no model's. The operations of a step do not
-read one another, so each is a kernel or a few of its own, and one profile times them all. The step
-returns the arrays that it is given as its state.
+read one another, so each is a kernel or a few of its own, and one profile times them all. A loop is
+a step of its own. The step returns the arrays that it is given as its state.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ class _Index:
     num: int
 
 
-f32, bf16 = jnp.float32, jnp.bfloat16
+f32, bf16, c64 = jnp.float32, jnp.bfloat16, jnp.complex64
 NUM = 12  # operations of a step
 ELEMENTS = 3e7  # of an operation's largest array
 _TINY = 1e-3
@@ -52,23 +53,30 @@ def _type(rng: np.random.Generator) -> Any:
     return (f32, bf16)[int(rng.integers(2))]
 
 
-def _ffts(rng: np.random.Generator, size: float) -> Iterator[Operation]:
+def _ffts(kind: str, rng: np.random.Generator, size: float) -> Iterator[Operation]:
+    """`kind`: of real numbers, back to real numbers, or complex. In every third two dimensions."""
     for place in range(NUM):
-        length = _some(rng, 32, 2048)
+        rank = 1 + (place % 3 == 2)
+        length = _some(rng, 32, 4096 if rank == 1 else 512)
         if place % 2:
-            rows = max(1, int(size / length / 4))
-            yield partial(jnp.fft.rfft), (_of(rows, length),)
+            length = 2 ** round(np.log2(length))
+        rows = max(1, int(size * 2 ** rng.uniform(-3, 0) / length**rank))
+        half, whole = (length,) * (rank - 1) + (length // 2 + 1,), (length,) * rank
+        axes = tuple(range(-rank, 0))
+        if kind == "real":
+            yield partial(jnp.fft.rfftn, axes=axes), (_of(rows, *whole),)
+        elif kind == "inverse":
+            yield partial(jnp.fft.irfftn, s=whole, axes=axes), (_of(rows, *half, dtype=c64),)
         else:
-            side = _some(rng, 32, 256)
-            rows = max(1, int(size / side / side / 4))
-            yield partial(jnp.fft.rfft2), (_of(rows, side, side),)
+            form = (jnp.fft.fftn, jnp.fft.ifftn)[place // 2 % 2]
+            yield partial(form, axes=axes), (_of(rows, *whole, dtype=c64),)
 
 
 def _sums_by_index(rng: np.random.Generator, size: float) -> Iterator[Operation]:
-    for place in range(NUM):
-        width, dtype = _some(rng, 4, 512), (f32, f32, bf16)[place % 3]
-        rows = max(1, int(size / width))
-        targets = max(1, rows // int(rng.choice([2, 8, 32])))
+    for place in range(2 * NUM):
+        width, dtype = _some(rng, 1, 2048), (f32, f32, bf16)[place % 3]
+        rows = max(1, int(size * 2 ** rng.uniform(-3, 0) / width))
+        targets = max(1, int(rows / rng.choice([0.5, 2, 8, 32])))
         combine = (jax.ops.segment_sum, jax.ops.segment_max)[place % 4 == 3]
         yield (
             lambda x, i, combine=combine, targets=targets: combine(x, i, targets),
@@ -90,6 +98,14 @@ def _thin_products(rng: np.random.Generator, size: float) -> Iterator[Operation]
         m = max(8, int(size / max(k, n)) // 8 * 8)
         act = (jax.nn.relu, jnp.tanh, lambda x: x)[place % 3]
         yield lambda x, w, act=act: act(x @ w), (_of(m, k, dtype=dtype), _of(k, n, dtype=dtype))
+
+
+def _deep_products(rng: np.random.Generator, size: float) -> Iterator[Operation]:
+    """Contractions over the longest dimension, as in gradients of weights."""
+    for place in range(NUM):
+        dtype, m, n = (f32, bf16)[place % 2], _some(rng, 16, 512, 8), _some(rng, 16, 512, 8)
+        k = max(8, int(size / max(m, n)) // 8 * 8)
+        yield lambda x, y: x.T @ y, (_of(k, m, dtype=dtype), _of(k, n, dtype=dtype))
 
 
 def _batched_products(rng: np.random.Generator, size: float) -> Iterator[Operation]:
@@ -114,6 +130,25 @@ def _rows(rng: np.random.Generator, size: float) -> Iterator[Operation]:
         length = _some(rng, 16, 50000)
         rows = max(1, int(size / length))
         yield forms[place % 4], (_of(rows, length, dtype=_type(rng)),)
+
+
+def _softmax_gradients(rng: np.random.Generator, size: float) -> Iterator[Operation]:
+    def of_results(p: Any, g: Any) -> Any:
+        wide, g = p.astype(f32), g.astype(f32)
+        return (wide * (g - (wide * g).sum(-1, keepdims=True))).astype(p.dtype)
+
+    def whole(x: Any, g: Any) -> Any:
+        return jax.vjp(lambda x: jax.nn.softmax(x.astype(f32), -1), x)[1](g.astype(f32))[0]
+
+    def masked(x: Any, g: Any) -> Any:
+        seen = jnp.arange(x.shape[-1])[None, :] <= jnp.arange(x.shape[-2])[:, None]
+        return whole(jnp.where(seen, x, -1e9), g)
+
+    for place in range(2 * NUM):
+        length = _some(rng, 64, 32768, 8)
+        rows = max(1, int(size * 2 ** rng.uniform(-2, 0) / length))
+        given = _of(rows, length, dtype=_type(rng))
+        yield (of_results, whole, masked)[place % 3], (given, given)
 
 
 def _columns(rng: np.random.Generator, size: float) -> Iterator[Operation]:
@@ -176,32 +211,90 @@ def _convolutions(rank: int, rng: np.random.Generator, size: float) -> Iterator[
         yield gradient, shapes
 
 
+def _transposed(
+    dtype: Any, rank: int, rng: np.random.Generator, size: float
+) -> Iterator[Operation]:
+    """Gradients of transposed convolutions with strides, padded as frameworks do it."""
+    for _ in range(NUM // 2):
+        into, out = _some(rng, 8, 512), _some(rng, 8, 512, 8)
+        side = _some(rng, 8, 64 if rank == 2 else 16)
+        window = int(rng.integers(2, 6))
+        images = max(1, int(size / 8 / side**rank / max(into, 2**rank * out)))
+        shapes = (
+            _of(images, *(side,) * rank, into, dtype=dtype),
+            _of(*(window,) * rank, into, out, dtype=dtype),
+            _of(images, *(2 * side,) * rank, out, dtype=dtype),
+        )
+
+        def gradient(x: Any, w: Any, g: Any) -> Any:
+            form = partial(jax.lax.conv_transpose, strides=(2,) * rank, padding="SAME")
+            labels = ("NHWC", "HWIO", "NHWC") if rank == 2 else ("NDHWC", "DHWIO", "NDHWC")
+            return jax.vjp(lambda x, w: form(x, w, dimension_numbers=labels), x, w)[1](g)
+
+        yield gradient, shapes
+
+
 def _loops(rng: np.random.Generator, size: float) -> Iterator[Operation]:
-    for place in range(NUM // 2):
-        width, rows = _some(rng, 64, 1024, 8), _some(rng, 1, 64)
+    """Recurrences of vectors, of matrices by products with them, and their gradients."""
+    del size
 
-        def trip(carry: Any, x: Any, w: Any, place: int = place) -> tuple[Any, Any]:
-            new = jnp.tanh(carry @ w + x) if place % 2 else carry * jax.nn.sigmoid(x) + x
-            return new, new
+    def decays(carry: Any, x: Any, w: Any) -> Any:
+        return carry * jax.nn.sigmoid(x) + x * w[0]
 
-        def loop(xs: Any, w: Any, trip: Any = trip) -> Any:
-            return jax.lax.scan(partial(trip, w=w), jnp.zeros_like(xs[0]), xs)[1]
+    def multiplies(carry: Any, x: Any, w: Any) -> Any:
+        return jnp.tanh(carry @ w + x)
 
-        yield loop, (_of(128, rows, width), _of(width, width))
+    def gates(carry: Any, x: Any, w: Any) -> Any:
+        gate = jax.nn.sigmoid(carry @ w + x)
+        return gate * jnp.tanh(jnp.sin(carry) @ w.T) + (1 - gate) * carry
+
+    def outer(carry: Any, x: Any, w: Any) -> Any:
+        added = x[:, :, None] * jnp.roll(x, 1, -1)[:, None, :]
+        return carry * jax.nn.sigmoid(w) + added
+
+    def loop(xs: Any, w: Any, tick: Any, matrix: bool) -> Any:
+        def trip(carry: Any, x: Any) -> tuple[Any, Any]:
+            new = tick(carry, x, w)
+            return new, jnp.einsum("bi,bij->bj", x, new) if matrix else new
+
+        shape = (*xs.shape[1:], xs.shape[-1]) if matrix else xs.shape[1:]
+        return jax.lax.scan(trip, jnp.zeros(shape, xs.dtype), xs)[1]
+
+    for place in range(NUM):
+        tick = (decays, multiplies, gates, outer)[place % 4]
+        matrix = tick is outer
+        width = _some(rng, 32, 160, 8) if matrix else _some(rng, 64, 1024, 8)
+        rows = _some(rng, 4, 256 if matrix else 64)
+        form = partial(loop, tick=tick, matrix=matrix)
+        shapes = (_of(_some(rng, 50, 400), rows, width), _of(width, width))
+        if place // 4 == 1:  # both passes
+            yield (
+                jax.grad(lambda xs, w, form=form: (form(xs, w) ** 2).sum(), (0, 1)),
+                shapes,
+            )
+        else:
+            yield form, shapes
 
 
 _GROUPS: dict[str, Callable[[np.random.Generator, float], Iterator[Operation]]] = {
-    "ffts": _ffts,
+    "ffts": partial(_ffts, "real"),
+    "inverse ffts": partial(_ffts, "inverse"),
+    "complex ffts": partial(_ffts, "complex"),
     "sums by index": _sums_by_index,
     "rows by index": _rows_by_index,
     "thin products": _thin_products,
+    "deep products": _deep_products,
     "batched products": _batched_products,
     "rows": _rows,
+    "softmax gradients": _softmax_gradients,
     "columns": _columns,
     "transposes": _transposes,
     "elementwise": _elementwise,
     "convolutions": partial(_convolutions, 2),
     "convolutions in three dimensions": partial(_convolutions, 3),
+    "transposed convolutions, float32": partial(_transposed, f32, 2),
+    "transposed convolutions, bfloat16": partial(_transposed, bf16, 2),
+    "transposed convolutions in three dimensions": partial(_transposed, f32, 3),
     "loops": _loops,
 }
 
@@ -218,9 +311,11 @@ def _made(given: Any) -> Any:
     return (_scrambled(prod(given.shape), 1024).reshape(given.shape) / 512 - 1).astype(given.dtype)
 
 
-def _step(name: str, tiny: bool) -> ZooStep:
-    rng = np.random.default_rng(sorted(_GROUPS).index(name))
+def _step(name: str, only: int | None, tiny: bool) -> ZooStep:
+    rng = np.random.default_rng(crc32(name.encode()))
     listed = list(_GROUPS[name](rng, ELEMENTS * (_TINY if tiny else 1.0)))
+    if only is not None:
+        listed = [listed[only]]
 
     def make_state() -> list[list[Any]]:
         return [[_made(given) for given in arguments] for _, arguments in listed]
@@ -233,4 +328,8 @@ def _step(name: str, tiny: bool) -> ZooStep:
 
 def all_operations() -> Iterator[Case]:
     for name in _GROUPS:
-        yield Case(name, False, partial(_step, name))
+        if name == "loops":  # steps of their own: between their kernels the device waits
+            for place in range(NUM):
+                yield Case(f"loop {place + 1}", False, partial(_step, name, place))
+        else:
+            yield Case(name, False, partial(_step, name, None))
