@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from autopar.errors import ArgumentError
 from autopar.ir.devices import DeviceSpec
 from autopar.ir.mesh import ClusterSpec
-from autopar.measure.judge_kernels import CACHE_BYTES, Work, work_of
 from autopar.measure.judge_kernels import seconds as kernel_seconds
+from autopar.measure.judge_kernels import work_of
+from autopar.measure.judge_traffic import CACHE_BYTES, Work
 from autopar.runtime.hlo import CollectiveOp, read_collective
 from autopar.runtime.hlo_text import HloModule, Instruction
 

@@ -10,7 +10,9 @@ epilogue, so a short contraction is slow. A convolution is the product that it s
 
 Channels are read in blocks for every place of the window, so few of them cost as much as a block,
 and tiles are at least 64 wide. Only filter gradients split their contraction among
-multiprocessors. The constants of convolutions are from samples of single ones on an H200.
+multiprocessors. The filter's gradient of a transposed convolution is one whose window is as large
+as the image (`wide_window_s`): the few tiles of its result, all of them wide, each run the whole
+contraction. The constants of convolutions are from samples of single ones on an H200.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ BLOCK_BYTES = 64  # of channels, along a contraction
 FILTER_BLOCK_BYTES = 32  # of channels, of a filter's gradient
 CONVOLUTION_DEPTH = 256  # prologue and epilogue, as elements of the contraction
 STRIDED_INPUT = 0.7  # of the rate, for gradients of a strided input, whose parts lie apart
+WITH_HOLES = {2: 1.0, 4: 0.65}  # of the rate, by bytes: a window as large as the image, with holes
+WIDE_VOLUME = 0.33  # of the rate, for such a window in three dimensions
 FILTER_GRADIENT = {2: 0.7, 4: 0.55}  # by bytes: both operands lie across the contraction
 
 
@@ -71,20 +75,36 @@ def convolution_s(
 ) -> float:
     """`kind`: "Forward", "BackwardInput" or "BackwardFilter"; `positions`: of the forward result in
     all images; channels are those of a group; `item`: bytes of a number."""
-
-    def blocks(channels: float, num_bytes: int) -> float:
-        block = max(num_bytes // item, 1)
-        return ceil(channels / block) * block
-
     places, splits = float(prod(window)), (1,)
     if kind == "BackwardFilter":
-        sides = places * blocks(inputs, FILTER_BLOCK_BYTES), features, positions
+        sides = places * _blocks(inputs, item, FILTER_BLOCK_BYTES), features, positions
         rate *= FILTER_GRADIENT[2 if item <= 2 else 4]
         splits = SPLITS
     elif kind == "BackwardInput":
         places = float(prod(-(-size // by) for size, by in zip(window, strides, strict=True)))
-        sides = positions * prod(strides), inputs, places * blocks(features, BLOCK_BYTES)
+        sides = positions * prod(strides), inputs, places * _blocks(features, item, BLOCK_BYTES)
         rate *= STRIDED_INPUT if prod(strides) > 1 else 1.0
     else:
-        sides = positions, features, places * blocks(inputs, BLOCK_BYTES)
+        sides = positions, features, places * _blocks(inputs, item, BLOCK_BYTES)
     return tiled_s(groups, *sides, rate, CONVOLUTION_DEPTH, WIDE_TILES, splits)
+
+
+def wide_window_s(
+    positions: float,
+    inputs: float,
+    features: float,
+    window: Sequence[int],
+    item: int,
+    rate: float,
+) -> float:
+    """A forward convolution whose window has holes and is as large as the image, or that is so in
+    three dimensions, where places of the window and not channels are contiguous."""
+    depth = prod(window) * (inputs if len(window) > 2 else _blocks(inputs, item, BLOCK_BYTES))
+    rate *= WIDE_VOLUME if len(window) > 2 else WITH_HOLES[2 if item <= 2 else 4]
+    return tiled_s(1, positions, features, depth, rate, CONVOLUTION_DEPTH, WIDE_TILES[:1], (1,))
+
+
+def _blocks(channels: float, item: int, num_bytes: int) -> float:
+    """Channels as they are read, in blocks of this size."""
+    block = max(num_bytes // item, 1)
+    return ceil(channels / block) * block

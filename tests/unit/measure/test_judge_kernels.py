@@ -1,14 +1,10 @@
-"""The kernels of made-up programs: products in tiles, arithmetic of lanes, and traffic."""
+"""The kernels of made-up programs: products in tiles and arithmetic of lanes."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from autopar.ir.devices import DeviceSpec
 from autopar.measure.judge_kernels import (
-    CACHE_SPEED,
     EXTRA_DEPTH,
     GROUPED,
     LAUNCH_S,
@@ -24,9 +20,7 @@ from autopar.measure.judge_kernels import (
     UNALIGNED_DEPTH,
     VECTOR,
     VECTOR_SHARE,
-    Work,
     seconds,
-    work_of,
 )
 from autopar.measure.judge_tiles import (
     CONVOLUTION_DEPTH,
@@ -36,41 +30,12 @@ from autopar.measure.judge_tiles import (
     SPLITS,
     STRIDED_INPUT,
     WIDE_TILES,
+    WIDE_VOLUME,
+    WITH_HOLES,
     tiled_s,
 )
-from autopar.runtime.hlo_text import HloModule
-
-DEVICE = DeviceSpec(
-    "made-up",
-    flops_16bit=1e15,
-    flops_32bit=5e14,
-    memory_bytes=1e11,
-    memory_bandwidth=4e12,
-    intra_host_bandwidth=1e11,
-    host_bandwidth=1e11,
-)
-ADD = "%add (x: f32[], y: f32[]) -> f32[] {\n  ROOT %s = f32[] add(%x, %y)\n}\n"
-
-
-def work(entry: str, inner: str = "") -> Work:
-    """Of the entry's last instruction."""
-
-    def lines(text: str) -> str:
-        return "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
-
-    fused = f"%fused (a: f32[8]) -> f32[8] {{\n{lines(inner)}\n}}\n" if inner else ""
-    text = f"HloModule m, is_scheduled=true\n\n{ADD}\n{fused}\n"
-    module = HloModule(f"{text}ENTRY %main (p: f32[8]) -> f32[8] {{\n{lines(entry)}\n}}\n")
-    listed = module.computations[module.entry]
-    return work_of(listed[-1], module, {one.name: one for one in listed}, DEVICE)
-
-
-def fusion(inner: str, result: str, *operands: str, kind: str = "kLoop", config: str = "") -> Work:
-    given = [f"%p{n} = {operand} parameter({n})" for n, operand in enumerate(operands)]
-    names = ", ".join(f"%p{n}" for n in range(len(operands)))
-    root = f"ROOT %f = {result} fusion({names}), kind={kind}, calls=%fused{config}"
-    return work("\n".join([*given, root]), inner)
-
+from autopar.measure.judge_traffic import CACHE_SPEED, Work
+from tests.unit.measure.made_up_kernels import DEVICE, fusion, work
 
 # Products
 
@@ -214,11 +179,41 @@ def test_few_tiles_of_a_convolution_leave_multiprocessors_idle() -> None:
     assert found.products_s > alone
 
 
-def test_a_filter_with_holes_runs_on_lanes() -> None:
-    left, result = "f32[16,64,64,128]{3,2,1,0}", "f32[16,60,60,256]{3,2,1,0}"
-    kernel, window = "f32[256,3,3,128]{3,2,1,0}", "size=3x3 rhs_dilate=2x2"
-    found = convolution("Forward", left, kernel, result, window=window)
-    assert found.products_s == 0 and found.lane_ops == found.flops / 2 > 0
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_window_as_large_as_the_image_leaves_multiprocessors_idle(dtype: str) -> None:
+    """The filter's gradient of a transposed convolution: a tile runs the whole contraction."""
+    left, kernel = f"{dtype}[16,64,64,32]{{3,2,1,0}}", f"{dtype}[64,32,32,32]{{3,2,1,0}}"
+    window = "size=32x32 pad=1_1x1_1 rhs_dilate=2x2 rhs_reversal=1x1"
+    found = convolution("Forward", left, kernel, f"{dtype}[16,4,4,64]{{3,2,1,0}}", window=window)
+    item = 4 if dtype == "f32" else 2
+    rate = WITH_HOLES[item] * (DEVICE.flops_32bit if item == 4 else DEVICE.flops_16bit)
+    tile = 2 * 128 * 128 * (32 * 32 * 32 + CONVOLUTION_DEPTH)  # each of two, side by side
+    assert found.lane_ops == 0
+    assert found.products_s == pytest.approx(tile * MULTIPROCESSORS / (PRODUCTS * rate))
+
+
+def test_such_a_window_in_three_dimensions_is_slower_and_reads_no_blocks_of_channels() -> None:
+    def of(channels: int) -> float:
+        found = work(
+            f"""%p = f32[8,{channels},24,24,24]{{4,3,2,1,0}} parameter(0)
+            %q = f32[16,{channels},22,22,22]{{4,3,2,1,0}} parameter(1)
+            ROOT %c = (f32[8,16,3,3,3]{{4,3,2,1,0}}, u8[0]{{0}}) custom-call(%p, %q), """
+            "window={size=22x22x22}, dim_labels=bf012_oi012->bf012, "
+            'custom_call_target="__cudnn$convForward"'
+        )
+        return found.products_s
+
+    tile = 2 * 128 * 128 * (22**3 * 6 + CONVOLUTION_DEPTH) * MULTIPROCESSORS
+    expected = tile / (PRODUCTS * WIDE_VOLUME * DEVICE.flops_32bit)
+    assert of(6) == pytest.approx(expected)
+    assert of(1) < expected / 5
+
+
+def test_a_small_window_with_holes_is_an_ordinary_product() -> None:
+    window = "size=3x3 rhs_dilate=2x2"
+    larger = "bf16[16,36,36,128]{3,2,1,0}"
+    found = convolution("Forward", larger, KERNEL, WIDER, window=window)
+    assert found.products_s == as_product(16384, 256, 9 * 128)
 
 
 def test_a_contraction_along_such_rows_is_slower() -> None:
@@ -289,113 +284,6 @@ def test_a_sum_across_rows_begins_later() -> None:
         return seconds(found, 0.0, DEVICE)
 
     assert of(0) - of(1) == pytest.approx(ROWS_S)
-
-
-# Traffic
-
-FUSIONS = {
-    "a slice of a large array": (
-        """%a = f32[800]{0} parameter(0)
-        %i = s32[] parameter(1)
-        ROOT %s = f32[8]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={8}""",
-        2 * 32 + 4,
-    ),
-    "every second element": (
-        """%a = f32[800]{0} parameter(0)
-        ROOT %s = f32[4]{0} slice(%a), slice={[0:8:2]}""",
-        32 + 16,
-    ),
-    "every second row": (
-        """%a = f32[8,100]{1,0} parameter(0)
-        ROOT %s = f32[2,100]{1,0} slice(%a), slice={[0:4:2], [0:100:1]}""",
-        2 * 800,
-    ),
-    "an update in place": (
-        """%a = f32[800]{0} parameter(0)
-        %u = f32[8]{0} parameter(1)
-        %i = s32[] parameter(2)
-        ROOT %s = f32[800]{0} dynamic-update-slice(%a, %u, %i)""",
-        2 * 32 + 4,
-    ),
-    "an update in place, then a bitcast": (
-        """%a = f32[800]{0} parameter(0)
-        %u = f32[8]{0} parameter(1)
-        %i = s32[] parameter(2)
-        %s = f32[800]{0} dynamic-update-slice(%a, %u, %i)
-        ROOT %b = f32[8,100]{1,0} bitcast(%s)""",
-        2 * 32 + 4,
-    ),
-    "a slice, and all of it": (
-        """%a = f32[800]{0} parameter(0)
-        %s = f32[8]{0} slice(%a), slice={[0:8]}
-        %n = f32[800]{0} negate(%a)
-        ROOT %t = (f32[8]{0}, f32[800]{0}) tuple(%s, %n)""",
-        3200 + 3200 + 32,
-    ),
-    "a scatter: atomic updates count one and a half times": (
-        """%a = f32[800]{0} parameter(0)
-        %i = s32[8]{0} parameter(1)
-        %u = f32[8]{0} parameter(2)
-        ROOT %s = f32[800]{0} scatter(%a, %i, %u), to_apply=%add""",
-        32 + 32 + 32 + 1.5 * 32,
-    ),
-    "a scatter of 16 bits": (
-        """%a = bf16[800]{0} parameter(0)
-        %i = s32[8]{0} parameter(1)
-        %u = bf16[8]{0} parameter(2)
-        ROOT %s = bf16[800]{0} scatter(%a, %i, %u), to_apply=%add""",
-        16 + 32 + 16 + 19 * 16,
-    ),
-    "a gather of narrow rows reads a line of memory for each": (
-        """%a = f32[20000000,2]{1,0} parameter(0)
-        %i = s32[8]{0} parameter(1)
-        ROOT %g = f32[8,2]{1,0} gather(%a, %i), offset_dims={1}, slice_sizes={1,2}""",
-        8 * 64 + 32 + 64,
-    ),
-    "a gather of wide rows": (
-        """%a = f32[20000000,16]{1,0} parameter(0)
-        %i = s32[8]{0} parameter(1)
-        ROOT %g = f32[8,16]{1,0} gather(%a, %i), offset_dims={1}, slice_sizes={1,16}""",
-        512 + 32 + 512,
-    ),
-    "a gather that takes the rows of a small array often": (
-        """%a = f32[4,16]{1,0} parameter(0)
-        %i = s32[80]{0} parameter(1)
-        ROOT %g = f32[80,16]{1,0} gather(%a, %i), offset_dims={1}, slice_sizes={1,16}""",
-        5120 / CACHE_SPEED + 320 + 5120,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FUSIONS)
-def test_a_fusion_moves_what_it_touches(name: str) -> None:
-    inner, expected = FUSIONS[name]
-    lines = [line.strip() for line in inner.splitlines()]
-    operands = [line.split(" ")[2] for line in lines if "parameter(" in line]
-    result = next(line for line in lines if line.startswith("ROOT")).split(" = ")[1]
-    result_type = re.match(r"(.*[)}]) [a-z]", result)
-    assert result_type
-    assert fusion(inner, result_type[1], *operands).num_bytes == expected
-
-
-def test_scratch_memory_of_a_library_is_no_traffic() -> None:
-    found = work(
-        """%p = f32[8,16]{1,0} parameter(0)
-        %q = f32[16,8]{1,0} parameter(1)
-        ROOT %d = (f32[8,8]{1,0}, s8[100000]{0}) custom-call(%p, %q), """
-        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
-        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
-    )
-    assert found.num_bytes == 4 * (128 + 128 + 64) and found.flops == 2 * 8 * 8 * 16
-
-
-@pytest.mark.parametrize(("lengths", "passes"), [("64", 1), ("32,64", 2)])
-def test_a_fourier_transform_passes_once_for_each_dimension(lengths: str, passes: int) -> None:
-    found = work(
-        f"""%p = c64[8,32,64]{{2,1,0}} parameter(0)
-        ROOT %t = c64[8,32,64]{{2,1,0}} fft(%p), fft_type=FFT, fft_length={{{lengths}}}"""
-    )
-    assert found.num_bytes == passes * 2 * 8 * 8 * 32 * 64
 
 
 # Seconds

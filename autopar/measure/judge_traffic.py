@@ -1,0 +1,220 @@
+"""The memory traffic of a kernel: from an instruction to bytes that are read and written.
+
+What is touched counts: of an operand that is only sliced, the slice (with a stride, all that lies
+between); of a buffer that is updated in place, the update. Rows that are gathered or scattered lie
+anywhere, each in lines of memory of its own. Sums in memory are atomic, and slower; what the
+hardware cannot combine by itself (numbers of 16 bits, and all but sums) is a loop of compare and
+swap for every element. A Fourier transform passes over its arrays (`judge_ffts`).
+
+The constants are from samples of single operations on an H200.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+from autopar.measure.judge_ffts import fft_bytes
+from autopar.runtime.hlo_text import HloModule, Instruction
+
+Named = Mapping[str, Instruction]
+
+SECTOR_BYTES = 32  # of the cache, that updates are made in
+LINE_BYTES = 64  # that memory is read by
+CACHE_BYTES = 40e6  # of an H100 or H200: 50 MB, not all of which hold what is wanted
+CACHE_SPEED = 1.6  # of the memory's
+_VIEWS = frozenset(("bitcast", "reshape", "copy", "convert"))
+_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the update
+_ATOMIC = 1.5  # traffic of sums in memory, as if it were so much more
+_SWAP_BYTES = 38.0  # per element, in a loop of compare and swap
+_LAYOUT = re.compile(r"\]\{(\d+)")
+_SLICE_SIZES = re.compile(r"slice_sizes=\{([\d,]*)\}")
+_UPDATE_WINDOW = re.compile(r"update_window_dims=\{([\d,]*)\}")
+_STRIDES = re.compile(r"\[\d+:\d+(?::(\d+))?\]")
+
+
+@dataclass
+class Work:
+    """products_s: of its tiles, at the device's rate. flops: of its products. lane_ops:
+    instructions of vector lanes. sums_rows: whether it reduces along another dimension than that
+    which is contiguous. reads: operand → bytes that are touched of it. written: bytes. scratch:
+    bytes of arrays that a library copies to another layout first.
+    """
+
+    products_s: float = 0.0
+    flops: float = 0.0
+    lane_ops: float = 0.0
+    sums_rows: bool = False
+    reads: dict[str, float] = field(default_factory=dict)
+    written: float = 0.0
+    scratch: float = 0.0
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self.reads.values()) + self.written
+
+
+def operands_of(one: Instruction, by_name: Named) -> list[Instruction]:
+    return [by_name[name] for name in one.operands if name in by_name]
+
+
+def size_of(one: Instruction) -> int:
+    """Elements of the first result; of a tuple, those of the largest."""
+    return max((prod(array.shape) for array in one.results), default=0)
+
+
+def bytes_of(one: Instruction) -> float:
+    return sum(array.num_bytes for array in one.results)
+
+
+def plain_traffic(one: Instruction, module: HloModule, by_name: Named) -> Work:
+    """Of an instruction that is a kernel of its own."""
+    reads = {other.name: bytes_of(other) for other in operands_of(one, by_name)}
+    if one.opcode in _SLICES:
+        reads[one.operands[0]] = _sliced_bytes(one, by_name[one.operands[0]])
+        return Work(reads=reads, written=bytes_of(one))
+    if (place := UPDATES.get(one.opcode)) is not None and len(one.operands) > place:
+        update = by_name[one.operands[place]]
+        reads[one.operands[0]], written = 0.0, bytes_of(update)
+        if one.opcode == "scatter":
+            target = by_name[one.operands[0]]
+            reads[one.operands[0]] = _combined_bytes(one, target, update)
+            written = _scattered_bytes(one, target, update, module)
+        return Work(reads=reads, written=written)
+    if one.opcode == "fft":  # passes over both arrays
+        total = fft_bytes(one, sum(reads.values()))
+        return Work(reads=reads, written=total - sum(reads.values()))
+    written = bytes_of(one)
+    if one.opcode == "custom-call" and len(one.results) > 1:  # the last result is scratch memory
+        written -= one.results[-1].num_bytes
+    return Work(reads=reads, written=written)
+
+
+def fusion_traffic(fusion: Instruction, module: HloModule, inner: Sequence[Instruction]) -> Work:
+    inside = {one.name: one for one in inner}
+    users: dict[str, list[Instruction]] = {}
+    for one in inner:
+        for name in one.operands:
+            users.setdefault(name, []).append(one)
+    root = next(one for one in inner if one.is_root)
+    outputs = [inside[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    work = Work(written=sum(_written_bytes(output, module, inside) for output in outputs))
+    for one in inner:
+        if one.opcode == "parameter":
+            operand = fusion.operands[int(one.operands[0])]
+            read = _read_bytes(one, users, inside)
+            work.reads[operand] = work.reads.get(operand, 0.0) + read
+    return work
+
+
+def _sliced_bytes(one: Instruction, source: Instruction) -> float:
+    """What a slice touches of its source: with a stride along rows, all between."""
+    touched = bytes_of(one)
+    if one.opcode == "gather":
+        return touched * _line_share(one, source)
+    if one.opcode == "slice":
+        strides = [int(stride or 1) for stride in _STRIDES.findall(one.attributes)]
+        if strides:
+            touched *= strides[minor_dimension(source)]
+    return min(touched, bytes_of(source))
+
+
+def _line_share(gather: Instruction, source: Instruction) -> float:
+    """Bytes that memory reads for each that a gather takes: its slices lie anywhere, each in lines
+    of its own. A small source stays in the cache."""
+    found = _SLICE_SIZES.search(gather.attributes)
+    sizes = [int(size) for size in found[1].split(",")] if found and found[1] else []
+    run = item_bytes(source)
+    for size, whole in zip(reversed(sizes), reversed(source.results[0].shape), strict=False):
+        run *= size
+        if size < whole:
+            break
+    share = _lines(run, LINE_BYTES)
+    return share / CACHE_SPEED if bytes_of(source) <= CACHE_BYTES else share
+
+
+def _lines(run: int, line: int) -> float:
+    """Bytes of all lines that a run of bytes touches, per byte, on average over the places where
+    such runs begin one after another."""
+    return (line + run - gcd(run, line)) / max(run, 1)
+
+
+def _update_share(scatter: Instruction, target: Instruction, update: Instruction) -> float:
+    """Bytes of lines that a scatter touches for each byte of its update: in memory, or in sectors
+    of the cache if that holds the target."""
+    found = _UPDATE_WINDOW.search(scatter.attributes)
+    along = [int(n) for n in found[1].split(",")] if found and found[1] else []
+    run = item_bytes(update) * prod(update.results[0].shape[n] for n in along)
+    return _lines(run, SECTOR_BYTES if bytes_of(target) <= CACHE_BYTES else LINE_BYTES)
+
+
+def _combined_bytes(scatter: Instruction, target: Instruction, update: Instruction) -> float:
+    """What a scatter reads of its target."""
+    if bytes_of(target) <= CACHE_BYTES:
+        return min(bytes_of(update), bytes_of(target))
+    return bytes_of(update) * _update_share(scatter, target, update)
+
+
+def _scattered_bytes(
+    scatter: Instruction, target: Instruction, update: Instruction, module: HloModule
+) -> float:
+    """What a scatter writes, as plain traffic that takes as long."""
+    root = module.computations[scatter.called[0]][-1] if scatter.called else None
+    is_sum = root is None or root.opcode == "add"
+    if not is_sum or update.results[0].dtype in ("bf16", "f16"):
+        return _SWAP_BYTES * size_of(update)
+    written = _ATOMIC * bytes_of(update) * _update_share(scatter, target, update)
+    return written / CACHE_SPEED if bytes_of(target) <= CACHE_BYTES else written
+
+
+def _read_bytes(value: Instruction, users: Mapping[str, list[Instruction]], inside: Named) -> float:
+    """What a fusion reads of a parameter: all, unless every use takes only parts of it."""
+    total = gathered = 0.0
+    for user in users.get(value.name, ()):
+        if user.operands[0] != value.name:
+            touched = bytes_of(value)
+        elif user.opcode == "gather":  # rows that are taken twice are read twice
+            gathered += _sliced_bytes(user, value)
+            continue
+        elif user.opcode in _SLICES:
+            touched = _sliced_bytes(user, value)
+        elif user.opcode == "dynamic-update-slice":
+            touched = 0.0
+        elif user.opcode == "scatter":
+            gathered += _combined_bytes(user, value, inside[user.operands[UPDATES["scatter"]]])
+            continue
+        elif user.opcode in _VIEWS and user.name in users:
+            touched = _read_bytes(user, users, inside)
+        else:
+            touched = bytes_of(value)
+        total += touched
+    return min(total, bytes_of(value)) + gathered
+
+
+def _written_bytes(output: Instruction, module: HloModule, inside: Named) -> float:
+    while output.opcode in _VIEWS and output.operands and output.operands[0] in inside:
+        source = inside[output.operands[0]]
+        if source.opcode not in _VIEWS and source.opcode not in UPDATES:
+            break
+        output = source
+    place = UPDATES.get(output.opcode)
+    if place is None:
+        return bytes_of(output)
+    update = inside[output.operands[place]]
+    if output.opcode == "scatter":
+        return _scattered_bytes(output, inside[output.operands[0]], update, module)
+    return bytes_of(update)
+
+
+def item_bytes(one: Instruction) -> int:
+    array = one.results[0]
+    return array.num_bytes // max(prod(array.shape), 1)
+
+
+def minor_dimension(one: Instruction) -> int:
+    """The dimension that is contiguous."""
+    found = _LAYOUT.search(one.type_text)
+    return int(found[1]) if found else len(one.results[0].shape) - 1
