@@ -132,6 +132,7 @@ class Node:
     signature: int = -1  # equal signatures have equal rules, costs and strategies
     work: OpSize | None = None  # of a product, convolution or attention kernel
     part_bytes: float | None = None  # of its first operand that it reads or writes; None for all
+    passes: float = 1.0  # over its arrays, of a Fourier transform
     traffic: Traffic | None = None  # None where nothing is moved
     host_bytes: float = 0.0  # fetched from host memory in a step, and stored there again
 

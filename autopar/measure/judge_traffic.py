@@ -4,7 +4,7 @@ What is touched counts: of an operand that is only sliced, the slice (with a str
 between); of a buffer that is updated in place, the update. Rows that are gathered or scattered lie
 anywhere, each in lines of memory of its own. Sums in memory are atomic, and slower; what the
 hardware cannot combine by itself (numbers of 16 bits, and all but sums) is a loop of compare and
-swap for every element. A Fourier transform passes over its arrays (`judge_ffts`).
+swap for every element. A Fourier transform passes over its arrays (`ir.ffts`).
 
 The constants are from samples of single operations on an H200.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
-from autopar.measure.judge_ffts import fft_bytes
+from autopar.ir.ffts import fft_bytes
 from autopar.runtime.hlo_text import HloModule, Instruction
 
 Named = Mapping[str, Instruction]
@@ -33,6 +33,8 @@ _SWAP_BYTES = 38.0  # per element, in a loop of compare and swap
 _LAYOUT = re.compile(r"\]\{(\d+)")
 _SLICE_SIZES = re.compile(r"slice_sizes=\{([\d,]*)\}")
 _UPDATE_WINDOW = re.compile(r"update_window_dims=\{([\d,]*)\}")
+_FFT_LENGTHS = re.compile(r"fft_length=\{([\d,]+)\}")
+_FFT_KIND = re.compile(r"fft_type=(\w+)")
 _STRIDES = re.compile(r"\[\d+:\d+(?::(\d+))?\]")
 
 
@@ -85,8 +87,11 @@ def plain_traffic(one: Instruction, module: HloModule, by_name: Named) -> Work:
             written = _scattered_bytes(one, target, update, module)
         return Work(reads=reads, written=written)
     if one.opcode == "fft":  # passes over both arrays
-        total = fft_bytes(one, sum(reads.values()))
-        return Work(reads=reads, written=total - sum(reads.values()))
+        found, kind = _FFT_LENGTHS.search(one.attributes), _FFT_KIND.search(one.attributes)
+        lengths = [int(n) for n in found[1].split(",")] if found else [1]
+        read = sum(reads.values())
+        total = fft_bytes(kind[1] if kind else "FFT", lengths, read, bytes_of(one))
+        return Work(reads=reads, written=total - read)
     written = bytes_of(one)
     if one.opcode == "custom-call" and len(one.results) > 1:  # the last result is scratch memory
         written -= one.results[-1].num_bytes

@@ -38,6 +38,7 @@ from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
 from autopar.tracer.costs import (
+    array_passes,
     batch_factors,
     deferred_values,
     equation_flops,
@@ -151,6 +152,7 @@ class _Builder:
                 signature=number,
                 work=work,
                 part_bytes=part,
+                passes=array_passes(equation, self.program.avals),
             )
             self.signatures.append(_Signature(number, ruled, rule, flops, node))
         self.signature_of = [None if n is None else self.signatures[n] for n in numbers]

@@ -11,6 +11,7 @@ from math import prod
 from jax.core import ShapedArray
 
 from autopar import _jax
+from autopar.ir.ffts import fft_bytes
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.tracer.regions import UPDATE
@@ -120,6 +121,17 @@ def part_bytes(equation: Equation, avals: Sequence[ShapedArray]) -> float | None
         part = equation.operands[_WRITES_PART[name]]
         return float(aval_bytes(part.aval if isinstance(part, Constant) else avals[part]))
     return None
+
+
+def array_passes(equation: Equation, avals: Sequence[ShapedArray]) -> float:
+    """How often a Fourier transform reads and writes its arrays; 1 for all else."""
+    if equation.name != "fft":
+        return 1.0
+    (operand,), (result,) = equation.operands, equation.results
+    read = aval_bytes(operand.aval if isinstance(operand, Constant) else avals[operand])
+    written = aval_bytes(avals[result])
+    kind, lengths = equation.params["fft_type"].name, equation.params["fft_lengths"]
+    return fft_bytes(kind, lengths, read, written) / max(read + written, 1)
 
 
 def touched_bytes(

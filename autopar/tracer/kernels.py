@@ -453,14 +453,14 @@ class _Kernels:
         return num_bytes
 
     def written_bytes(self, node: Node, value: int) -> float:
-        size = float(self.values[value].num_bytes)
+        size = node.passes * self.values[value].num_bytes
         if node.part_bytes is not None and _is_in_place(node):
             # In place: it neither reads nor writes the rest of the array.
             size = min(size, node.part_bytes)
         return size
 
     def read_bytes(self, node: Node, position: int, operand: int) -> float:
-        size = float(self.values[operand].num_bytes)
+        size = node.passes * self.values[operand].num_bytes
         if node.name == "scan_slice":  # a trip's part of the stack
             return float(self.values[node.results[0]].num_bytes)
         part = node.part_bytes if position == 0 else None

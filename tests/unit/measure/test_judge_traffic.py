@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from autopar.measure.judge_ffts import (
+from autopar.ir.ffts import (
     ACROSS,
     CONVOLVED,
     HALF,

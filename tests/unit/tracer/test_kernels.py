@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.ir.ffts import PASS, SCALED, SMOOTH
 from autopar.ir.graph import Graph, Node
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
@@ -203,6 +204,18 @@ def test_a_value_is_computed_again_for_every_other_index() -> None:
     once = exposed(lambda x: jnp.tanh(x)[:, 1:], X)
     shifted = exposed(lambda x: jnp.tanh(x)[:, 1:] + jnp.tanh(x)[:, :-1], X)
     assert shifted > 1.5 * once
+
+
+@pytest.mark.parametrize("length", [64, 75])
+def test_a_fourier_transform_passes_over_its_arrays_several_times(length: int) -> None:
+    """Real numbers of odd length are packed and unpacked; the way back copies and scales."""
+    pairs_bytes, real_bytes = 8 * 100 * (length // 2 + 1), 4 * 100 * length
+    there = graph_of(jnp.fft.rfft, jnp.ones((100, length)))
+    passes = 1 if length == 64 else 2 + SMOOTH
+    assert moved(there, "fft") == pytest.approx(passes * PASS * (pairs_bytes + real_bytes))
+    back = graph_of(lambda x: jnp.fft.irfft(x, length), jnp.ones((100, length // 2 + 1), "c8"))
+    added = 2 * pairs_bytes + SCALED["IRFFT"] * 2 * real_bytes
+    assert moved(back, "fft") - moved(there, "fft") == pytest.approx(added)
 
 
 def test_small_constants_are_folded() -> None:

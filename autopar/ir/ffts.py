@@ -1,4 +1,4 @@
-"""Fourier transforms as cuFFT makes them: from an instruction to bytes of traffic.
+"""Fourier transforms as cuFFT makes them: from a kind and lengths to bytes of traffic.
 
 A transform is a few passes over its arrays, and a pass reads and writes them once:
 
@@ -15,13 +15,8 @@ The constants are from samples of single transforms on an H200.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from autopar.runtime.hlo_text import Instruction
-
-_LENGTHS = re.compile(r"fft_length=\{([\d,]+)\}")
-_TYPE = re.compile(r"fft_type=(\w+)")
 SMALL_PRIME = 29  # factors up to it share a pass
 LARGEST_PRIME = 127  # factors above it are transformed by convolutions
 PASS = 1.1  # traffic of a pass, as if it were so much more
@@ -33,20 +28,19 @@ HALF = 2.5  # passes over real numbers of an even length that is no power of two
 SCALED = {"IFFT": 1.15, "IRFFT": 1.7}  # of the pass that scales
 
 
-def fft_bytes(one: Instruction, operand_bytes: float) -> float:
-    """Traffic of a transform with an operand of this size."""
-    found, kind = _LENGTHS.search(one.attributes), _TYPE.search(one.attributes)
-    lengths = [int(length) for length in found[1].split(",")] if found else [1]
-    name = kind[1] if kind else "FFT"
-    result_bytes = float(one.results[0].num_bytes)
-    complex_bytes = operand_bytes if name == "IRFFT" else result_bytes
+def fft_bytes(
+    kind: str, lengths: Sequence[int], operand_bytes: float, result_bytes: float
+) -> float:
+    """Traffic of a transform along the last dimensions, of these lengths. `kind`: "FFT", "IFFT",
+    "RFFT" of real numbers, or "IRFFT" to real numbers."""
+    complex_bytes = operand_bytes if kind == "IRFFT" else result_bytes
     last_pass = operand_bytes + result_bytes
-    is_real = name in ("RFFT", "IRFFT")
+    is_real = kind in ("RFFT", "IRFFT")
     total = PASS * last_pass * (_real_passes(lengths[-1]) if is_real else _passes(lengths[-1]))
     total += sum(2 * complex_bytes * PASS * ACROSS * _passes(length) for length in lengths[:-1])
-    if name == "IRFFT":
+    if kind == "IRFFT":
         total += 2 * operand_bytes
-    return total + SCALED.get(name, 0.0) * 2 * result_bytes
+    return total + SCALED.get(kind, 0.0) * 2 * result_bytes
 
 
 def _real_passes(length: int) -> float:
