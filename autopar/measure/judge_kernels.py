@@ -11,7 +11,7 @@ A kernel has three kinds of work that run side by side, so that the slowest near
     arithmetic   by instruction. A fusion computes a value again for every place that reads it at
                  another index. A value that only some threads need is loaded in a branch, and the
                  others wait.
-    traffic      what is touched (`judge_traffic`).
+    traffic      what is touched (`judge_traffic`); slower in tiles that fill a thread's registers.
 
 The shares of the peak are those of an H200 in the table that comes with autopar.
 """
@@ -48,6 +48,7 @@ EXTRA_DEPTH = {2: 96, 4: 192}  # prologue and epilogue of a tile, as elements of
 UNALIGNED = {8: 0.6, 4: 0.6, 2: 0.25, 1: 0.25}
 UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.25, 1: 0.25}
 SINGLE_LOADS = 2.0  # traffic of a tile with rows aligned to 2 bytes, as if it were so much more
+TILE_VALUES = 48  # of a thread, up to which a tile is as fast as its traffic
 CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to vector lanes
 GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
@@ -91,6 +92,8 @@ _CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?P<kind>[A-Z
 _CUDNN_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(?P<back>Backward)?"')
 _BACKWARD_ATTENTION = 2.5  # five products in place of two
 _TRITON = re.compile(r'"kind":"__triton')
+_TILE_SIZES = re.compile(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]')
+_NUM_WARPS = re.compile(r'"num_warps":"(\d+)"')
 _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=\w+_(?P<kernel>\w+)->(?P<result>\w+)")
 _PADDING = re.compile(r"padding=([\dx_\-]+)")
@@ -127,6 +130,7 @@ def work_of(one: Instruction, module: HloModule, by_name: Named, device: DeviceS
         is_tiled = _TRITON.search(one.attributes) is not None
         if is_tiled:
             _slow_single_loads(work, one, by_name)
+            _slow_large_tiles(work, one, by_name)
         is_reduction = "kind=kInput" in one.attributes
         work.sums_rows = is_reduction and any(_sums_rows(other, inside) for other in inner)
         work.lane_ops += _tiled_lane_ops(inner, inside) if is_tiled else _lane_ops(inner, inside)
@@ -143,6 +147,22 @@ def _slow_single_loads(work: Work, fusion: Instruction, by_name: Named) -> None:
             work.reads[name] *= SINGLE_LOADS
     if _alignment(fusion) <= 2:
         work.written *= SINGLE_LOADS
+
+
+def _slow_large_tiles(work: Work, fusion: Instruction, by_name: Named) -> None:
+    """A Triton kernel that writes tiles of the size of its operands holds these in registers: the
+    more of them a thread has, the fewer threads there are to hide how long a load takes. A product
+    holds only steps of its contraction."""
+    if work.flops:
+        return
+    tile, warps = _TILE_SIZES.search(fusion.attributes), _NUM_WARPS.search(fusion.attributes)
+    if tile is None or warps is None:
+        return
+    padded = prod(1 << (int(size) - 1).bit_length() for size in re.findall(r"\d+", tile[1]))
+    held = sum(size_of(by_name[name]) >= size_of(fusion) for name in work.reads)
+    slowed = max(1.0, held * padded / (WARP * int(warps[1])) / TILE_VALUES)
+    work.reads = {name: slowed * touched for name, touched in work.reads.items()}
+    work.written *= slowed
 
 
 # Products

@@ -16,6 +16,7 @@ from autopar.measure.judge_kernels import (
     SCRATCH_KERNELS,
     SINGLE_LOADS,
     SMOOTH,
+    TILE_VALUES,
     UNALIGNED,
     UNALIGNED_DEPTH,
     VECTOR,
@@ -100,6 +101,28 @@ def test_tiles_of_single_elements_move_slowly() -> None:
 
     assert num_bytes(198) == 2 * 2 * 64 * 198
     assert num_bytes(197) == SINGLE_LOADS * 2 * 2 * 64 * 197
+
+
+@pytest.mark.parametrize(("length", "slowed"), [(512, 1.0), (8192, 64), (6000, 64), (16384, 128)])
+def test_rows_that_fill_registers_move_slowly(length: int, slowed: float) -> None:
+    """A tile of one row, of two operands, in eight warps."""
+    array = f"f32[64,{length}]{{1,0}}"
+    inner = f"""%a = {array} parameter(0)
+        %b = {array} parameter(1)
+        ROOT %n = {array} multiply(%a, %b)"""
+    config = (
+        ', backend_config={"fusion_backend_config":{"block_level_fusion_config":{"num_warps":"8",'
+        f'"output_tiles":[{{"sizes":["1","{length}"]}}]}},"kind":"__triton"}}}}'
+    )
+    found = fusion(inner, array, array, array, kind="kCustom", config=config).num_bytes
+    expected = slowed / TILE_VALUES if slowed > 1 else 1.0
+    assert found == pytest.approx(3 * 4 * 64 * length * expected)
+    product = f"""%a = f32[64,64]{{1,0}} parameter(0)
+        %b = f32[64,{length}]{{1,0}} parameter(1)
+        ROOT %d = {array} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+    square = "f32[64,64]{1,0}"
+    found = fusion(product, array, square, array, kind="kCustom", config=config).num_bytes
+    assert found == 4 * 64 * (64 + 2 * length)  # by steps of its contraction
 
 
 def convolution(
