@@ -5,7 +5,7 @@ of collectives; instructions start in XLA's order. A kernel takes what its produ
 and its traffic take (`autopar.measure.judge_kernels`). An array that was used a short while ago is
 still in the device's cache. An asynchronous collective runs from its start beside the kernels,
 after the collective before it, and its done waits for it. A loop runs its body as often as XLA
-says.
+says; a trip of several kernels is a CUDA graph, in which they start sooner.
 
 What it does not see: kernels that share the device with each other or with a collective.
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from autopar.errors import ArgumentError
 from autopar.ir.devices import DeviceSpec
 from autopar.ir.mesh import ClusterSpec
+from autopar.measure.judge_kernels import GRAPH_LAUNCH_S, LAUNCH_S, work_of
 from autopar.measure.judge_kernels import seconds as kernel_seconds
-from autopar.measure.judge_kernels import work_of
 from autopar.measure.judge_traffic import CACHE_BYTES, Work
 from autopar.runtime.hlo import CollectiveOp, read_collective
 from autopar.runtime.hlo_text import HloModule, Instruction
@@ -39,6 +39,8 @@ _COLLECTIVES = frozenset(
     )
 )
 _INDEX = re.compile(r"\bindex=(\d+)")
+
+GRAPH_COMMANDS = 5  # from which on XLA makes a trip a CUDA graph; an asynchronous pair counts twice
 
 Buffer = tuple[str, int]  # an instruction, or a loop's body, and which of its arrays
 
@@ -159,6 +161,7 @@ class _Judge:
         self.cache = _Cache()
         self.works: dict[tuple[str, str], Work] = {}
         self.unknown_loops: list[str] = []
+        self.launch_s = LAUNCH_S
 
     def judge(self) -> Judgement:
         clock = self._run(self.module.entry, 1)
@@ -244,12 +247,22 @@ class _Judge:
         if trips is None:
             self.unknown_loops.append(one.name)
             trips = 1
+        outside_s = self.launch_s
         for name in one.called:
+            self.launch_s = self._body_launch_s(name)
             if trips > 1:  # the cache as the trip before leaves it
                 self._run(name, 0)
                 self._carry(name)
             self._inline(self._run(name, times * trips), clock, trips)
             self._carry(name)
+        self.launch_s = outside_s
+
+    def _body_launch_s(self, body: str) -> float:
+        listed = self.module.computations[body]
+        if any(one.opcode in ("while", "conditional") for one in listed):
+            return LAUNCH_S
+        num_commands = sum(one.opcode not in _FREE for one in listed)
+        return GRAPH_LAUNCH_S if num_commands >= GRAPH_COMMANDS else LAUNCH_S
 
     def _carry(self, body: str) -> None:
         """What a loop's body returns is what it is given next."""
@@ -275,7 +288,8 @@ class _Judge:
             work = work_of(one, self.module, by_name, self.device)
             self.works[one.computation, one.name] = work
         work = self.works[one.computation, one.name]
-        seconds = kernel_seconds(work, self._cached_bytes(one, work, by_name), self.device)
+        cached = self._cached_bytes(one, work, by_name)
+        seconds = kernel_seconds(work, cached, self.device, self.launch_s)
         flops, num_bytes = work.flops, work.num_bytes
         clock.kernels += seconds
         self.sums.compute += times * seconds

@@ -41,6 +41,7 @@ from autopar.runtime.hlo_text import HloModule, Instruction
 
 MEMORY = 0.9  # of the bandwidth
 LAUNCH_S = 1.8e-6
+GRAPH_LAUNCH_S = 1.4e-6  # of a kernel in a CUDA graph; by profiles of single loops
 PRODUCT_S = 1e-6  # more for products, which fill their pipeline first
 ROWS_S = 4e-6  # more for sums across rows, whose parts are added last
 EXTRA_DEPTH = {2: 96, 4: 192}  # prologue and epilogue of a tile, as elements of the contraction
@@ -48,7 +49,7 @@ EXTRA_DEPTH = {2: 96, 4: 192}  # prologue and epilogue of a tile, as elements of
 UNALIGNED = {8: 0.6, 4: 0.6, 2: 0.25, 1: 0.25}
 UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.25, 1: 0.25}
 SINGLE_LOADS = 2.0  # traffic of a tile with rows aligned to 2 bytes, as if it were so much more
-TILE_VALUES = 48  # of a thread, up to which a tile is as fast as its traffic
+TILE_VALUES = 56  # of a thread, up to which a tile is as fast as its traffic
 CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to vector lanes
 GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
@@ -103,16 +104,18 @@ _WINDOW_SIZE = re.compile(r"window=\{[^}]*\bsize=([\dx]+)")
 _WINDOW_STRIDE = re.compile(r"window=\{[^}]*\bstride=([\dx]+)")
 
 
-def seconds(work: Work, cached_bytes: float, device: DeviceSpec) -> float:
+def seconds(
+    work: Work, cached_bytes: float, device: DeviceSpec, launch_s: float = LAUNCH_S
+) -> float:
     """Of one run; `cached_bytes` of its traffic stay in the cache."""
     bandwidth = MEMORY * device.memory_bandwidth
     traffic_s = (work.num_bytes - cached_bytes + cached_bytes / CACHE_SPEED) / bandwidth
     lanes_s = work.lane_ops / (VECTOR_SHARE * VECTOR * device.flops_16bit)
     parts = (work.products_s, traffic_s, lanes_s)
     largest = max(parts)
-    begin_s = LAUNCH_S + (ROWS_S if work.sums_rows else 0.0)
+    begin_s = launch_s + (ROWS_S if work.sums_rows else 0.0)
     if work.scratch > LEAST_SCRATCH:
-        begin_s += SCRATCH_KERNELS * LAUNCH_S + SCRATCH * work.scratch / bandwidth
+        begin_s += SCRATCH_KERNELS * launch_s + SCRATCH * work.scratch / bandwidth
     if not largest:
         return begin_s
     if work.products_s:

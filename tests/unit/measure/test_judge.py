@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from autopar.ir.devices import DeviceSpec
 from autopar.ir.mesh import ClusterSpec
 from autopar.measure import judge as judge_module
 from autopar.measure.judge import Judgement, judge
-from autopar.measure.judge_kernels import CACHE_SPEED, LAUNCH_S, MEMORY
+from autopar.measure.judge_kernels import CACHE_SPEED, GRAPH_LAUNCH_S, LAUNCH_S, MEMORY
 
 # A float32 takes a second to read; arithmetic takes no time.
 DEVICE = DeviceSpec(
@@ -133,6 +134,23 @@ def test_a_loop_runs_its_body_so_often() -> None:
     assert known.links_s == known.exposed_s == seconds(40)
     assert known.kernels[0].count == 5
     assert unknown.step_s == seconds(24) and unknown.unknown_loops == ("w",)
+
+
+@pytest.mark.parametrize(("num_kernels", "launch_s"), [(4, LAUNCH_S), (5, GRAPH_LAUNCH_S)])
+def test_kernels_of_a_long_trip_start_sooner(num_kernels: int, launch_s: float) -> None:
+    last = f"ROOT %k{num_kernels} = f32[] negate(%k{num_kernels - 1})"
+    lines = [f"%k{n} = f32[] negate(%k{n - 1})" for n in range(1, num_kernels)]
+    body = computation("body", "\n".join(["%k0 = f32[] parameter(0)", *lines, last]))
+    text = module(
+        """%p = f32[] parameter(0)
+        %w = f32[] while(%p), condition=%cond, body=%body, """
+        """backend_config={"known_trip_count":{"n":"10"}}
+        ROOT %n = f32[] negate(%w)""",
+        body,
+    )
+    fast = replace(DEVICE, memory_bandwidth=1e15, flops_16bit=1e18)
+    expected = 10 * num_kernels * launch_s + LAUNCH_S  # the last kernel is in no loop
+    assert judge(text, fast).step_s == pytest.approx(expected, rel=1e-3)
 
 
 def test_of_a_conditional_the_slowest_branch_counts(cache_bytes: Callable[[float], None]) -> None:
