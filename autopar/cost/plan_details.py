@@ -17,7 +17,7 @@ from autopar.cost.memory import MemoryProfile
 from autopar.cost.memory_use import memory_use
 from autopar.cost.module_names import with_module_names
 from autopar.cost.parallelism_labels import Factors, ParallelismLabels, op_name
-from autopar.cost.report import Move, moves, node_compute_s, parallelism
+from autopar.cost.report import Move, parallelism
 from autopar.cost.roles import Roles, find_roles
 from autopar.ir.details import (
     OTHER_LAYOUT,
@@ -46,14 +46,18 @@ def plan_details(
     sources: Sequence[str],
     recomputed: Collection[int] = (),
     node_class: Sequence[int] | None = None,
+    *,
+    node_s: Sequence[float],
+    moved: Sequence[Move],
 ) -> PlanDetails:
     """`factors`: of every node, on each axis. `sources`: the user's line of every equation,
     numbered as in `Node.equation`; `recomputed`: equations that repeat others. `node_class`: a
-    class for every node; nodes of one class have equal shardings."""
+    class for every node; nodes of one class have equal shardings. `node_s`, `moved`: what
+    `compute_seconds` and `moves` say."""
     roles = find_roles(graph, recomputed, node_class)
     graph = with_module_names(graph, roles)
     labels = ParallelismLabels(graph, mesh, layouts, factors, roles, recomputed)
-    charges = _Charges(graph, mesh, layouts, roles)
+    charges = _Charges(graph, mesh, layouts, roles, moved)
     rows = []
     seconds = [0.0] * len(graph.nodes)
     flops = 0.0
@@ -65,7 +69,8 @@ def plan_details(
         key = (roles.node_class[index], node.touched_bytes, node.traffic)
         if key not in known:
             known[key] = _op_costs(graph, mesh, node, layouts[index])
-        compute_s, op_flops, array, spec, runs = known[key]
+        op_flops, array, spec, runs = known[key]
+        compute_s = node_s[index]
         flops += op_flops
         seconds[index] = compute_s + moved_s
         rows.append(
@@ -96,11 +101,10 @@ def plan_details(
 
 def _op_costs(
     graph: Graph, mesh: LogicalMesh, node: Node, layouts: NodeLayouts
-) -> tuple[float, float, str, str, float]:
-    """(seconds, flops, first result as text, its spec as text, runs) of an op."""
+) -> tuple[float, str, str, float]:
+    """(flops, first result as text, its spec as text, runs) of an op."""
     result = graph.values[node.results[0]]
     return (
-        node_compute_s(graph, mesh, node, layouts),
         node.weight * node.flops / parallelism(layouts, mesh),
         f"{result.dtype}[{','.join(map(str, result.shape))}]",
         spec_text(layouts[1][0], len(result.shape), mesh.axis_names),
@@ -144,6 +148,7 @@ class _Charges:
         mesh: LogicalMesh,
         layouts: Sequence[NodeLayouts],
         roles: Roles,
+        moved: Sequence[Move],
     ) -> None:
         self.graph, self.mesh, self.roles = graph, mesh, roles
         self.first_reader: dict[int, int] = {}
@@ -156,7 +161,7 @@ class _Charges:
         for index, node in enumerate(graph.nodes):
             if node.rule.halos:
                 self._windows(index, node, layouts[index][0])
-        for move in moves(graph, mesh, layouts):
+        for move in moved:
             if move.seconds:
                 self._move(move)
 

@@ -137,14 +137,25 @@ def _path(
     return table.cost(source, target), tuple(steps)
 
 
-def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> CostReport:
+def cost_report(
+    graph: Graph,
+    mesh: LogicalMesh,
+    layouts: Sequence[NodeLayouts],
+    node_s: Sequence[float] | None = None,
+    moved: Sequence[Move] | None = None,
+) -> CostReport:
+    """`node_s`, `moved`: what `compute_seconds` and `moves` say, if that is known."""
+    node_s = compute_seconds(graph, mesh, layouts) if node_s is None else node_s
+    moved = list(moves(graph, mesh, layouts)) if moved is None else moved
     compute: dict[tuple[str, str], float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)
     kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for node, node_layouts in zip(graph.nodes, layouts, strict=True):
+    for node, node_layouts, own_s in zip(graph.nodes, layouts, node_s, strict=True):
         key = (node.module, node.region)
-        compute[key] += node_compute_s(graph, mesh, node, node_layouts)
+        compute[key] += own_s
+        if not node.rule.halos:
+            continue
         halos = halo_steps(node, graph.values, mesh, node_layouts[0])
         for axes, shift_s, sent_bytes, shifts in halos:
             seconds[key] += node.weight * shift_s
@@ -152,7 +163,7 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
             names = ",".join(mesh.axis_names[a] for a in axes)
             kinds[key][f"shift({names})"] += int(node.weight) * shifts
     owners = _owners(graph)
-    for move in moves(graph, mesh, layouts):
+    for move in moved:
         owner = graph.nodes[move.producer if move.to_state else owners[move.consumer]]
         key = (owner.module, owner.region)
         seconds[key] += move.weight * move.seconds
@@ -197,6 +208,25 @@ def _owners(graph: Graph) -> list[int]:
             here = first_reader.get(graph.nodes[here].results[0], here)
         owners.append(here)
     return owners
+
+
+def compute_seconds(
+    graph: Graph,
+    mesh: LogicalMesh,
+    layouts: Sequence[NodeLayouts],
+    node_class: Sequence[int] | None = None,
+) -> list[float]:
+    """Seconds of every node, as `node_compute_s` has them. `node_class`: a class for every node;
+    nodes of one class have equal shardings."""
+    known: dict[tuple, float] = {}
+    seconds = []
+    for index, node in enumerate(graph.nodes):
+        owner = index if node_class is None else node_class[index]
+        key = owner, node.touched_bytes, node.traffic
+        if key not in known:
+            known[key] = node_compute_s(graph, mesh, node, layouts[index])
+        seconds.append(known[key])
+    return seconds
 
 
 def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, layouts: NodeLayouts) -> float:

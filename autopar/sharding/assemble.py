@@ -18,7 +18,7 @@ import jax
 from autopar.cost.host_memory import host_memory
 from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.cost.plan_details import plan_details, single_device_layouts
-from autopar.cost.report import CostReport, cost_report
+from autopar.cost.report import CostReport, compute_seconds, cost_report, moves
 from autopar.errors import PlanError
 from autopar.ir.details import PlanDetails
 from autopar.ir.graph import Graph
@@ -113,8 +113,10 @@ def sharded_decision(
     seconds: Mapping[str, float],
 ) -> MeshDecision:
     """What the solver chose."""
-    graph, mesh = sharding.graph, sharding.mesh
-    report = cost_report(graph, mesh, sharding.layouts)
+    graph, mesh, layouts = sharding.graph, sharding.mesh, sharding.layouts
+    node_s = compute_seconds(graph, mesh, layouts, sharding.problem.classes)
+    moved = list(moves(graph, mesh, layouts))
+    report = cost_report(graph, mesh, layouts, node_s, moved)
     lines = equation_lines(step.program)
     unruled = [
         f"{op.count} × {op.name} at {op.source} {op.why}"
@@ -131,12 +133,14 @@ def sharded_decision(
         details=plan_details(
             graph,
             mesh,
-            sharding.layouts,
+            layouts,
             [strategy.factors for strategy in sharding.strategies],
             sharding.memory,
             lines.sources,
             lines.recomputed,
             sharding.problem.classes,
+            node_s=node_s,
+            moved=moved,
         ),
         solver=_solver_report(step, sharding, report, seconds),
         warnings=(*unruled, *_too_large(mesh, sharding.memory.peak_bytes)),
@@ -208,7 +212,8 @@ def one_device_decision(
     layouts, factors = single_device_layouts(graph, len(mesh.shape))
     memory = memory_profile(graph, mesh, layouts)
     lines = equation_lines(step.program)
-    report = cost_report(graph, mesh, layouts)
+    node_s = compute_seconds(graph, mesh, layouts)
+    report = cost_report(graph, mesh, layouts, node_s, ())
     whole = (WHOLE,) * len(mesh.shape)
     step_s = report.compute_s + _transfer_s(step, mesh, [whole] * len(step.avals))
     return MeshDecision(
@@ -219,7 +224,15 @@ def one_device_decision(
         report=report,
         memory=memory,
         details=plan_details(
-            graph, mesh, layouts, factors, memory, lines.sources, lines.recomputed
+            graph,
+            mesh,
+            layouts,
+            factors,
+            memory,
+            lines.sources,
+            lines.recomputed,
+            node_s=node_s,
+            moved=(),
         ),
         solver=SolverReport(step_s, step_s, 0.0, {}, dict(seconds)),
         warnings=_too_large(mesh, memory.peak_bytes),

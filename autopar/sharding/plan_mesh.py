@@ -22,6 +22,7 @@ from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, last_axis
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.program_sharding import ProgramSharding
 from autopar.ir.traced_step import TracedStep
 from autopar.ir.xla_options import hides_latency
 from autopar.lower.assign import assign_layouts
@@ -208,18 +209,21 @@ def planned_as(
     sharding: GraphSharding,
     log: PlanningLog | None = None,
     warnings: Sequence[str] = (),
+    program: ProgramSharding | None = None,
 ) -> PlannedStep:
-    """The plan in which the step of an origin has this sharding, whoever chose it."""
+    """The plan in which the step of an origin has this sharding, whoever chose it. `program`: its
+    layouts on the program, if known."""
     log = log or PlanningLog()
     step = origin.step
     with paused_garbage_collector(), log.timed("assign"):
-        program = assign_layouts(
-            step.program,
-            sharding.graph,
-            sharding.layouts,
-            sharding.mesh,
-            refetch=sharding.refetch,
-        )
+        if program is None:
+            program = assign_layouts(
+                step.program,
+                sharding.graph,
+                sharding.layouts,
+                sharding.mesh,
+                refetch=sharding.refetch,
+            )
     decision = sharded_decision(step, sharding, program, origin.budget, log.seconds)
     plan = mesh_plan(step, origin.method, origin.cluster, decision)
     origin = replace(

@@ -17,6 +17,7 @@ from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.program_sharding import ProgramSharding
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.methods import ShardingOptions, ShardParallel
 from autopar.rewrite.stage_slices import StageSlice
@@ -54,12 +55,14 @@ class KnownStages:
     fitted:    , mesh shape and micro-batches in flight -> the sharding that fits.
     misfits:   , likewise, and name of the stage -> why none does.
     costs:     , mesh and choice -> the stage's costs.
+    programs:  , likewise -> layouts on the program, if they name no values.
     """
 
     unbounded: dict[tuple, dict[LogicalMesh, GraphSharding]] = field(default_factory=dict)
     fitted: dict[tuple, GraphSharding] = field(default_factory=dict)
     misfits: dict[tuple, MemoryBudgetError] = field(default_factory=dict)
     costs: dict[tuple, LayerTable] = field(default_factory=dict)
+    programs: dict[tuple, ProgramSharding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,11 @@ def plan_stage(
     if sharding.price_per_byte:
         log.prices[task.submesh] = sharding.price_per_byte
     with log.timed("assign"):
-        planned = planned_as(solution.origin, sharding, warnings=solution.warnings)
         choice = (*key, sharding.mesh, tuple(sharding.choice.items()), sharding.refetch)
+        program = known.programs.get(choice)
+        planned = planned_as(solution.origin, sharding, warnings=solution.warnings, program=program)
+        if not sharding.refetch:
+            known.programs[choice] = planned.plan.program
         if choice not in known.costs:
             known.costs[choice] = stage_costs(sharding, task.slice, task.submesh)
     costs = known.costs[choice]
