@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
 from autopar.ir.spec import PARTIAL, Layout
@@ -60,6 +61,21 @@ class ProgramSharding:
     inputs: tuple[Layout | None, ...]
     equations: tuple[EquationSharding, ...]
     outputs: tuple[Chain, ...]
+
+
+def renumbered(program: ProgramSharding, number: Mapping[int, int]) -> ProgramSharding:
+    """The layouts of an equal program. `number`: value -> the other program's in its place."""
+
+    def of_equation(equation: EquationSharding) -> EquationSharding:
+        if not (equation.refetched or equation.bodies):
+            return equation
+        return replace(
+            equation,
+            bodies=tuple(renumbered(body, number) for body in equation.bodies),
+            refetched=tuple(replace(r, after=number[r.after]) for r in equation.refetched),
+        )
+
+    return replace(program, equations=tuple(map(of_equation, program.equations)))
 
 
 def check_program_sharding(

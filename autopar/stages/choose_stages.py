@@ -42,6 +42,7 @@ from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_la
 from autopar.stages.micro_batches import (
     candidate_micro_batches,
     choose_micro_batches,
+    least_step_s,
     scaled_setting,
     scaled_tables,
 )
@@ -311,6 +312,10 @@ def _other_number(
         known.update(candidates)
         worth = WORTH_FEW_ROWS if least < most else WORTH_ANOTHER
         cutoff_s = inf if best is None else best.step_s * (1 - worth)
+        own = setting.num_micro_batches
+        candidates = [
+            n for n in candidates if n > own or least_step_s(choice, setting, n) < cutoff_s
+        ]
         other = choose_micro_batches(
             tables, setting, candidates, cutoff_s=cutoff_s, deadline=deadline
         )

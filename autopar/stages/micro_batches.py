@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.cost.pipeline_links import boundary_s
 from autopar.ir.stages import LayerTable, PipelineChoice, Submesh
 from autopar.sharding.deadline import Deadline
 from autopar.stages.ranges import Setting
@@ -79,6 +80,22 @@ def choose_micro_batches(
     if best is None:
         return None
     return MicroBatchChoice(best.num_micro_batches, best, dict(sorted(steps_s.items())))
+
+
+def least_step_s(best: PipelineChoice | None, setting: Setting, number: int) -> float:
+    """What every pipeline with this number of micro-batches takes at least by scaled tables, if it
+    is below the setting's, with which `best` is the best, or nothing fits.
+
+    Let the setting's number be N and c the cost of a stage. With n < N a stage computes and sends
+    as much in a step, and waits longer for the others: n · c' ≥ N · c − (N − n) · a and c' ≥ c,
+    where a is what a micro-batch costs whatever its rows are. So the step takes no less than with
+    N, but for (N − n) · a. And it takes no less memory: n of n are N of N, and s of n are more."""
+    if best is None:
+        return inf
+    cluster = setting.cluster
+    transfer_s = boundary_s(1.0, 1, 1, cluster.num_hosts == 1, cluster)
+    each_s = setting.launches_s + (2 if setting.has_backward else 1) * transfer_s
+    return best.step_s - (setting.num_micro_batches - number) * each_s
 
 
 def scaled_tables(tables: Sequence[LayerTable], setting: Setting, number: int) -> list[LayerTable]:

@@ -17,7 +17,8 @@ from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.program_sharding import ProgramSharding
+from autopar.ir.program import Program
+from autopar.ir.program_sharding import ProgramSharding, renumbered
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.methods import ShardingOptions, ShardParallel
 from autopar.rewrite.stage_slices import StageSlice
@@ -44,6 +45,7 @@ from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.solve import GraphSharding
 from autopar.stages.layer_tables import stage_costs, submesh_cluster
 from autopar.stages.stage_memory import in_flight_of
+from autopar.tracer.equal_graphs import numbers_in
 from autopar.tracer.fingerprint import program_fingerprint
 
 
@@ -55,14 +57,14 @@ class KnownStages:
     fitted:    , mesh shape and micro-batches in flight -> the sharding that fits.
     misfits:   , likewise, and name of the stage -> why none does.
     costs:     , mesh and choice -> the stage's costs.
-    programs:  , likewise -> layouts on the program, if they name no values.
+    programs:  , likewise -> a program, and the layouts on it.
     """
 
     unbounded: dict[tuple, dict[LogicalMesh, GraphSharding]] = field(default_factory=dict)
     fitted: dict[tuple, GraphSharding] = field(default_factory=dict)
     misfits: dict[tuple, MemoryBudgetError] = field(default_factory=dict)
     costs: dict[tuple, LayerTable] = field(default_factory=dict)
-    programs: dict[tuple, ProgramSharding] = field(default_factory=dict)
+    programs: dict[tuple, tuple[Program, ProgramSharding]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,21 @@ def plan_stage(
         log.prices[task.submesh] = sharding.price_per_byte
     with log.timed("assign"):
         choice = (*key, sharding.mesh, tuple(sharding.choice.items()), sharding.refetch)
-        program = known.programs.get(choice)
+        program = _known_layouts(choice, solution.origin.step.program, known)
         planned = planned_as(solution.origin, sharding, warnings=solution.warnings, program=program)
-        if not sharding.refetch:
-            known.programs[choice] = planned.plan.program
+        known.programs[choice] = planned.traced.program, planned.plan.program
         if choice not in known.costs:
             known.costs[choice] = stage_costs(sharding, task.slice, task.submesh)
     costs = known.costs[choice]
     return SolvedStage(planned.plan, costs, sharding.objective, sharding.lower_bound)
+
+
+def _known_layouts(key: tuple, program: Program, known: KnownStages) -> ProgramSharding | None:
+    """The layouts on a stage's program, if an equal stage with this choice was planned."""
+    if key not in known.programs:
+        return None
+    other, layouts = known.programs[key]
+    return renumbered(layouts, numbers_in(other, program))
 
 
 def _fitted(problem: MeshProblem, key: tuple, known: KnownStages, log: PlanningLog) -> MeshSolution:

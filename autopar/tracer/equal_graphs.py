@@ -64,7 +64,7 @@ def _key(step: TracedStep) -> Hashable:
 def _renumbered(step: TracedStep, first: int, graph: Graph, other: TracedStep) -> Graph | None:
     """The graph of an equal step, by that of this one, whose own values begin at `first`; None if
     names of modules are not one to one."""
-    number = _numbers(step.program, other.program)
+    number = numbers_in(step.program, other.program)
     first_other = len(other.program.avals)
     for extra in range(len(graph.values) - first):
         number[first + extra] = first_other + extra
@@ -101,8 +101,8 @@ def _renamed(node: Node, number: dict[int, int], names: dict[str, str]) -> Node:
     )
 
 
-def _numbers(program: Program, other: Program) -> dict[int, int]:
-    """Value -> the value of the other program in its place."""
+def numbers_in(program: Program, other: Program) -> dict[int, int]:
+    """Value -> the value of an equal program in its place."""
     return dict(zip(_values(program), _values(other), strict=True))
 
 

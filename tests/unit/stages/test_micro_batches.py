@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from autopar.ir.mesh import ClusterSpec
-from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
+from autopar.stages.micro_batches import (
+    candidate_micro_batches,
+    choose_micro_batches,
+    least_step_s,
+    scaled_setting,
+    scaled_tables,
+)
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes
 from tests.unit.stages.costs import setting, table
@@ -91,3 +97,36 @@ def test_a_number_of_stages_and_submeshes_can_be_asked_for():
     where = setting(cluster, 4, 4)
     found = choose_micro_batches(tables, where, [4], num_stages=2, submeshes={(1, 2)})
     assert [stage.submesh for stage in found.choice.stages] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fewer_micro_batches_save_no_more_than_what_each_costs(seed):
+    """Also where memory is short: what fits with fewer fits with more."""
+    rng = np.random.default_rng(seed)
+    cluster = ClusterSpec(*((1, 4), (2, 2), (4, 1))[seed % 3])
+    tables = [
+        table(
+            submesh,
+            rng.uniform(0.5, 1.5, 5) / prod(submesh),
+            once_s=rng.uniform(0, 1, 5),
+            held_bytes=rng.uniform(0, 2, 5),
+            in_flight_bytes=rng.uniform(0, 1, 5),
+            working_bytes=rng.uniform(0, 1, 5),
+        )
+        for submesh in candidate_submeshes(cluster)
+    ]
+    schedule = ("1f1b", "gpipe", "1f1b_eager", "zero_bubble")[seed % 4]
+    own = setting(
+        cluster,
+        5,
+        16,
+        schedule=schedule,
+        launch_s=rng.uniform(0, 0.2),
+        boundary_bytes=rng.uniform(0, 1e9),
+        memory_budget=(inf, 12.0, 8.0)[seed % 5 % 3],
+    )
+    best, _ = search_stages(tables, own)
+    for number in (1, 2, 4, 8):
+        fewer, _ = search_stages(scaled_tables(tables, own, number), scaled_setting(own, number))
+        least_s = least_step_s(best, own, number)
+        assert fewer is None or fewer.step_s >= least_s * (1 - 1e-9)

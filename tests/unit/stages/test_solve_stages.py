@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.errors import MemoryBudgetError
 from autopar.rewrite.step_source import StepSource
+from autopar.sharding import plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import stage_plans
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped
@@ -81,6 +82,23 @@ def test_equal_stages_are_solved_once(looped, monkeypatch) -> None:
         assert alone.program == stages.solved[k].plan.program
         found = stages.solved[k].plan.inputs
         assert [t.layout for t in alone.inputs] == [t.layout for t in found]
+
+
+def test_equal_stages_share_the_layouts_on_their_programs(looped, monkeypatch) -> None:
+    assigned = []
+    assign = plan_mesh.assign_layouts
+
+    def counted(*args: Any, **options: Any) -> Any:
+        assigned.append(assign(*args, **options))
+        return assigned[-1]
+
+    monkeypatch.setattr(plan_mesh, "assign_layouts", counted)
+    shared = solve_stages(task(), looped, list(SPECS)).solved
+    assert len(assigned) == 3
+    monkeypatch.setattr(stage_plans, "_known_layouts", lambda *_: None)
+    alone = solve_stages(task(), looped, list(SPECS)).solved
+    assert len(assigned) == 7
+    assert [s.plan.program for s in shared] == [s.plan.program for s in alone]
 
 
 @pytest.mark.parametrize("share", [None, 0.9])
