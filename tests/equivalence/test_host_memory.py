@@ -192,6 +192,7 @@ def test_parameters_that_are_cast(one_device, batch, loss) -> None:
     assert "parameters that are cast to a narrower type" in text
 
 
+@pytest.mark.ci
 def test_cast_parameters_on_a_mesh(batch) -> None:
     train_step, state = step_of(CLIPPED, narrow_loss_of), make_state(CLIPPED)
     method = ShardParallel((8,), options=budget(state, 0.6, 8))

@@ -113,7 +113,7 @@ def test_data_parallel_model_equals_jit(name: str) -> None:
         assert is_split(tensor) == (tensor.role == "batch" and bool(tensor.shape)), tensor
 
 
-@pytest.mark.representatives("mlp-tiny")
+@pytest.mark.representatives("mlp-tiny", slow=["gpt-tiny-scan"])
 @pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny-scan"])
 def test_model_on_the_mesh_that_the_solver_chooses_equals_jit(name: str) -> None:
     check_model(name, autopar.ShardParallel("auto"))

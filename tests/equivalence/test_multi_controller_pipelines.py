@@ -117,7 +117,9 @@ def test_a_trace_is_refused_and_the_step_goes_on(four):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("num_ranks", "devices_per_rank"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "devices_per_rank"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_launched_ranks_have_threads_for_collectives_and_transfers(
     tmp_path, monkeypatch, num_ranks, devices_per_rank
 ):

@@ -262,7 +262,11 @@ def one_session() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_session")
-@pytest.mark.representatives("plain-1", "plain-4")
+@pytest.mark.representatives(
+    "plain-1",
+    "plain-4",
+    slow=[f"{name}-4" for name in MODELS if name not in ("plain", "policy", "of_scans", "twice")],
+)
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_planned(name: str, num_devices: int) -> None:

@@ -47,7 +47,7 @@ def steps_of(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"^step (\d+): loss [\d.]+$", text, re.MULTILINE)]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_batch_script_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()

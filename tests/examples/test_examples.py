@@ -58,7 +58,7 @@ def assert_learned(text: str, share: float) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
-        ("gpt", ("--steps", "25"), 0.9),
+        pytest.param("gpt", ("--steps", "25"), 0.9, marks=pytest.mark.slow),
         ("equinox_model", ("--steps", "40", "--blocks", "1"), 0.7),
         pytest.param("llama", ("--steps", "30"), 0.9, marks=pytest.mark.slow),
         pytest.param("moe", ("--steps", "30"), 0.9, marks=pytest.mark.slow),
@@ -86,7 +86,7 @@ def figures(folder: Path) -> dict[int, float]:
 @pytest.mark.parametrize(
     "name",
     [
-        "train_vit",
+        pytest.param("train_vit", marks=pytest.mark.slow),
         pytest.param("finetune_llama", marks=pytest.mark.ci),
         pytest.param("train_moe", marks=pytest.mark.slow),
     ],

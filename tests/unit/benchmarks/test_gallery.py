@@ -3,6 +3,7 @@
 import json
 
 import jax
+import pytest
 
 from autopar.cli.baselines import MEGATRON, TITLES
 from benchmarks import gallery
@@ -40,6 +41,7 @@ def test_a_baseline_that_does_not_fit_is_said_so():
     assert cells == [fitting, "does not fit", "no plan", "does not fit"]
 
 
+@pytest.mark.ci
 def test_a_page_is_written(tmp_path, monkeypatch):
     def make():
         step = all_programs()["mixer"].build(Size.SMALL)

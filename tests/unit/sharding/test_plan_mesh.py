@@ -94,7 +94,7 @@ def test_memory_depends_on_how_fast_the_device_computes() -> None:
     assert h200.estimated_peak_bytes > h100.estimated_peak_bytes
 
 
-@pytest.mark.parametrize("share", [None, 0.8])
+@pytest.mark.parametrize("share", [None, pytest.param(0.8, marks=pytest.mark.ci)])
 def test_meshes_that_were_not_solved_to_the_end_are_solved_when_they_matter(
     share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def one_session() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_session")
+@pytest.mark.representatives("one device-1-none", "a mesh-2-all")
 @pytest.mark.parametrize(("num_micro_batches", "remat"), [(1, "none"), (2, "none"), (2, "all")])
 @pytest.mark.parametrize("cluster", [ONE_H100, EIGHT_H100S], ids=["one device", "a mesh"])
 def test_a_saved_plan_writes_the_scan_out_again(

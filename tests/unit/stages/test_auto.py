@@ -450,7 +450,7 @@ def test_what_is_likely_to_fit_is_planned_without_a_look_at_other_numbers(
     assert traced == {2}
 
 
-@pytest.mark.parametrize("remat", ["none", "auto"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("auto", marks=pytest.mark.ci)])
 def test_micro_batches_that_another_number_shows_to_be_too_large_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, remat: str
 ) -> None:
@@ -529,7 +529,7 @@ def scanned_step(stack: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
     return stack - 0.1 * grads, value
 
 
-@pytest.mark.parametrize("planning_time_s", [1e-6, None])
+@pytest.mark.parametrize("planning_time_s", [1e-6, pytest.param(None, marks=pytest.mark.ci)])
 def test_scanned_layers_have_a_plan_on_one_mesh_before_pipelines(
     monkeypatch: pytest.MonkeyPatch, planning_time_s: float | None
 ) -> None:
@@ -605,6 +605,7 @@ def test_pipelines_that_promise_less_than_a_plan_at_hand_are_left_if_time_is_sho
         assert not task.leaves(0.9)
 
 
+@pytest.mark.ci
 def test_with_a_plan_at_hand_no_pipeline_is_solved_for_which_there_is_no_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -180,6 +180,7 @@ def test_it_stops_at_a_number_of_steps_and_goes_on_later(tmp_path: Path):
     assert_equal(state, want)
 
 
+@pytest.mark.ci
 def test_restarts_are_counted_between_checkpoints(tmp_path: Path):
     common = dict(checkpoint_every=4, max_restarts=2)
     # Six losses, never three without a checkpoint between them.

@@ -87,7 +87,7 @@ def _free_port() -> int:
     ("number", "count", "code", "env"),
     [
         (signal.SIGTERM, 1, 143, {}),
-        pytest.param(signal.SIGINT, 1, -signal.SIGINT, {}, marks=pytest.mark.ci),
+        pytest.param(signal.SIGINT, 1, -signal.SIGINT, {}, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 1, 138, {"SLURM_JOB_ID": "7"}, marks=pytest.mark.ci),
         pytest.param(signal.SIGTERM, 2, 143, {"STATEFUL": "1"}, marks=pytest.mark.ci),
     ],

@@ -40,7 +40,9 @@ def said(results: list[RankResult]) -> str:
     return "\n".join(f"rank {r.rank}, exit code {r.returncode}:\n{r.output}" for r in results)
 
 
-@pytest.mark.representatives("in the step-RESOURCE_EXHAUSTED")
+@pytest.mark.representatives(
+    "in the step-RESOURCE_EXHAUSTED", slow=["between steps-OSError: no such file"]
+)
 @pytest.mark.parametrize(
     ("scenario", "error"),
     [
@@ -61,7 +63,7 @@ def test_a_failure_of_one_ends_all(scenario: str, error: str) -> None:
         assert "WorkerError" in results[0].output, said(results)
 
 
-@pytest.mark.representatives("at the end-")
+@pytest.mark.representatives("at the end-", slow=["all well-"])
 @pytest.mark.parametrize(
     ("scenario", "codes"),
     [("all well", [0, 0, 0]), ("at the end", [0, 1, 0]), ("all at the end", [1, 1, 1])],
