@@ -295,7 +295,9 @@ class Fusion:
         is_wide = any(
             prod(v.shape) == elements and v.num_bytes < exponentials.num_bytes for v in sources
         )
-        names = {flow.nodes[reader.node].name for reader in self.readers.get(value, ())}
+        made_in = self._pass_of(flow.producer[value])
+        readers = [r.node for r in self.readers.get(value, ()) if self._pass_of(r.node) == made_in]
+        names = {flow.nodes[index].name for index in readers}
         has_maximum = any(prod(v.shape) == rows for v in sources)
         is_softmax = has_maximum and "reduce_sum" in names and len(names) > 1
         return is_wide and is_softmax and self._crosses(value)
