@@ -121,9 +121,10 @@ def plan_step(
         _last_search = log.search or _last_search
     if (lost := lost_state_warning(planned.plan)) is not None:
         LOGGER.warning("%s", lost)
-    if notes := planned.traced.notes:
-        more = f" ({len(notes) - 1} more: plan.warnings)" if len(notes) > 1 else ""
-        LOGGER.warning("%s: micro-batches change its results: %s%s", name, notes[0], more)
+    if planned.traced.notes:
+        first, *others = planned.traced.notes
+        more = f" ({len(others)} more: plan.warnings)" if others else ""
+        LOGGER.warning("%s: micro-batches change its results: %s%s", name, first, more)
     if debugs("plan"):
         tell("plan", planned.plan.explain(detail="full"))
     if debugs("strategies"):
