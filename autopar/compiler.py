@@ -42,7 +42,7 @@ from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import WALL, ParallelPlan
 from autopar.ir.stages import SearchReport
-from autopar.ir.xla_options import LATENCY_HIDING, stored_options
+from autopar.ir.xla_options import LATENCY_HIDING, overridden
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoParallel,
@@ -143,7 +143,7 @@ def _as_asked(
     asked = plan.asked
     if method is None or isinstance(method, AutoParallel):
         asked = method_text(method or AutoParallel())
-    xla_options = plan.xla_options or stored_options(options_of(method).xla_options) or None
+    xla_options = overridden(plan.xla_options, options_of(method).xla_options)
     plan = replace(plan, solver=solver, asked=asked, xla_options=xla_options)
     return replace(planned, plan=plan)
 
@@ -291,7 +291,8 @@ def _as_lean(planned: PlannedStep, method: _LeanMethod) -> PlannedStep:
         f"XLA schedules this step for the least memory ({LATENCY_HIDING}=false), so collectives do "
         "not run under compute: in its default schedule, no plan fits."
     )
-    warnings, kept = (*planned.plan.warnings, warning), stored_options(method.options.xla_options)
+    warnings = (*planned.plan.warnings, warning)
+    kept = overridden(planned.plan.xla_options, method.options.xla_options)
     return replace(planned, plan=replace(planned.plan, warnings=warnings, xla_options=kept))
 
 

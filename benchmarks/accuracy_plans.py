@@ -35,6 +35,7 @@ MESHES = ((8,), (2, 4), (4, 2))
 NUM_FIXED = (2, 3, 4, 6, 8)  # products split at random
 COVERING_SHARE = 0.25  # of the plans
 MOST_TRIES = 4  # per requested plan
+WITH_OVERLAP = ", overlap"  # after the name of a cost model, of what it chooses with overlap
 KNOWN_METHODS = (autopar.DataParallel(), autopar.Zero2Parallel(), autopar.Zero3Parallel())
 
 
@@ -63,11 +64,13 @@ def quick_plans_of(
     meshes: Sequence[tuple[int, ...]] = MESHES,
     limit_s: float = inf,
 ) -> Plans:
-    """The same in less time, with the choices of the default method on one mesh. The other plans
-    are known methods, the best of each mesh for the last cost model, and random ones, as many as
-    `limit_s` seconds allow."""
+    """The same in less time, with the choices of the default method on one mesh, with and without
+    overlap in its prices. The other plans are known methods, the best of each mesh for the last
+    cost model, and random ones, as many as `limit_s` seconds allow."""
     ends_s = time.monotonic() + limit_s
     chosen = {name: chosen_on_one_mesh(example, cluster) for name, cluster in clusters.items()}
+    for name, cluster in clusters.items():
+        chosen[f"{name}{WITH_OVERLAP}"] = chosen_on_one_mesh(example, cluster, overlap=True)
     others = _quick_others(example, list(clusters.values())[-1], meshes, MOST_TRIES * limit, ends_s)
     return with_others(chosen, others, limit, ends_s)
 
@@ -87,10 +90,13 @@ def with_others(
     return list(found.values())
 
 
-def chosen_on_one_mesh(example: Example, cluster: Any) -> PlannedStep:
+def chosen_on_one_mesh(example: Example, cluster: Any, *, overlap: bool = False) -> PlannedStep:
     """What `@autopar.parallelize` uses where pipelines are out of the question."""
     arguments = (example.abstract_state(), example.abstract_batch())
-    return plan_step(example.train_step, arguments, {}, cluster=cluster, one_mesh=True)
+    method = autopar.AutoParallel(options=autopar.ShardingOptions(overlap=overlap))
+    return plan_step(
+        example.train_step, arguments, {}, cluster=cluster, method=method, one_mesh=True
+    )
 
 
 def _quick_others(

@@ -55,6 +55,14 @@ def stored_options(options: Mapping[str, XlaValue]) -> StoredOptions:
     return tuple((name, _text(options[name])) for name in sorted(options))
 
 
+def overridden(
+    stored: StoredOptions | None, by: Mapping[str, XlaValue] | StoredOptions
+) -> StoredOptions | None:
+    """The options with those that others replace; None for XLA's defaults."""
+    others = stored_options(by) if isinstance(by, Mapping) else by
+    return tuple(sorted({**dict(stored or ()), **dict(others)}.items())) or None
+
+
 def hides_latency(options: Mapping[str, XlaValue]) -> bool:
     """Whether XLA schedules a program so that collectives run under compute, which is its default
     on GPUs. If not, it schedules for the least memory."""

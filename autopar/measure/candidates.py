@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler import plan_step
+from autopar.cost.merging import OPTION
 from autopar.errors import MemoryBudgetError, MeshError, SolverError, SpecError
 from autopar.ir.identity import placement, plan_digest
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import Layout
+from autopar.ir.xla_options import overridden, stored_options
 from autopar.lower.planned_step import PlannedStep
-from autopar.methods import AutoParallel, ParallelMethod, ShardParallel
+from autopar.methods import AutoParallel, ParallelMethod, ShardParallel, options_of
 from autopar.sharding.blocks import is_entry
 from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.kbest import (
@@ -95,8 +97,14 @@ def plan_candidates(
     ranked = sorted(different.values(), key=_predicted_s)
     others = [p for p in ranked if p is not different[plan_digest(chosen.plan)]]
     best = sorted([chosen, *others[: num - 1]], key=_predicted_s)
-    xla_options = chosen.plan.xla_options
-    return [replace(p, plan=replace(p.plan, xla_options=xla_options)) for p in best]
+    # How far to merge collectives is each plan's own choice, unless the user said it.
+    merging = OPTION.values()
+    shared = tuple(o for o in chosen.plan.xla_options or () if o[0] not in merging)
+    given = stored_options(options_of(method).xla_options)
+    return [
+        replace(p, plan=replace(p.plan, xla_options=overridden(p.plan.xla_options, shared + given)))
+        for p in best
+    ]
 
 
 def _overlapping(method: ParallelMethod | None, cluster: ClusterSpec) -> ParallelMethod | None:

@@ -9,7 +9,7 @@ bind_plan         a plan from a file or another process → the same for this pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 
 from autopar.cost.host_memory import host_memory
 from autopar.cost.memory import MemoryProfile, memory_profile
+from autopar.cost.merging import merge_options
 from autopar.cost.plan_details import plan_details, single_device_layouts
 from autopar.cost.report import CostReport, compute_seconds, cost_report, moves
 from autopar.errors import PlanError
@@ -38,6 +39,7 @@ from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
 from autopar.ir.timeline import PipelineTimes
 from autopar.ir.traced_step import FlatCall, TracedStep
+from autopar.ir.xla_options import StoredOptions, hides_latency, stored_options
 from autopar.methods import AnyMethod, options_of
 from autopar.sharding.method_text import method_text
 from autopar.sharding.solve import GraphSharding
@@ -62,6 +64,7 @@ class MeshDecision:
     warnings: Sequence[str]
     budget_bytes: float | None = None
     hidden_s: float | None = None
+    xla_options: Mapping[str, int] = field(default_factory=dict)
 
 
 def mesh_plan(
@@ -100,8 +103,17 @@ def mesh_plan(
         details=decision.details,
         host=host_memory(step, mesh, in_layouts),
         hidden_s=decision.hidden_s,
+        xla_options=_xla_options(method, decision),
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
+    )
+
+
+def _xla_options(method: AnyMethod, decision: MeshDecision) -> StoredOptions | None:
+    """Those that the plan chooses. In XLA's schedule for the least memory, nothing is hidden."""
+    chosen = decision.xla_options
+    return (
+        stored_options(chosen) if chosen and hides_latency(options_of(method).xla_options) else None
     )
 
 
@@ -146,6 +158,8 @@ def sharded_decision(
         warnings=(*unruled, *_too_large(mesh, sharding.memory.peak_bytes)),
         budget_bytes=budget_bytes,
         hidden_s=sharding.hidden_s,
+        # After a loop over micro-batches, nothing is left to hide gradients.
+        xla_options=merge_options(graph, mesh, moved) if step.num_micro_batches == 1 else {},
     )
 
 

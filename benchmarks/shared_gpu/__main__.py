@@ -22,7 +22,8 @@ from typing import Any
 
 PHASES = ("all", "plan", "run", "tables", "plan-one", "rank")  # the last two: for processes
 MODELS = (
-    "gpt", "gpt-wide", "gpt-vocab", "llama", "moe", "bert", "vit", "wresnet", "dlrm",
+    "gpt", "gpt-wide", "gpt-vocab", "gpt-narrow", "llama", "llama-long", "moe", "bert", "vit",
+    "wresnet", "dlrm",
 )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 An eighth of an H200 multiplies at 60 to 90 TFLOP/s in bfloat16, and ranks exchange about 30 GB/s.
 Sizes are chosen so that a step takes 10 to 100 ms and layers are few, since compiling takes most of
-the time. The three GPTs differ in what is large: work per parameter, parameters per token, and the
-vocabulary.
+the time. The GPTs differ in what is large: work per parameter, parameters per token, the
+vocabulary, and depth.
 """
 
 from __future__ import annotations
@@ -59,6 +59,19 @@ CASES: dict[str, Case] = {
             "ffn_size": 5632, "seq_len": 1024, "vocab_size": 16384,
         },
         "llama-tiny",
+    ),
+    "llama-long": Case(
+        "Llama 4 × 1024, sequence 4096, batch 8", "llama2-7b", 8,
+        {
+            "hidden_size": 1024, "num_layers": 4, "num_heads": 16, "num_kv_heads": 4,
+            "ffn_size": 2816, "seq_len": 4096, "vocab_size": 32000,
+        },
+        "llama-tiny", 8,
+    ),
+    "gpt-narrow": Case(
+        "GPT 8 × 512, batch 128", "gpt-350m", 128,
+        {"hidden_size": 512, "num_heads": 8, "num_layers": 8, "vocab_size": 8192, "seq_len": 256},
+        "gpt-tiny",
     ),
     "moe": Case(
         "MoE 2 × 1024, 8 experts, batch 64", "moe-380m", 64,
