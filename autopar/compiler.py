@@ -30,6 +30,7 @@ for `autopar.get_last_dp_result`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import WALL, ParallelPlan
 from autopar.ir.stages import SearchReport
-from autopar.ir.xla_options import LATENCY_HIDING, overridden
+from autopar.ir.xla_options import LATENCY_HIDING, flag_names, overridden
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoParallel,
@@ -116,6 +117,7 @@ def plan_step(
             planned = _plan(task) if kept is None else kept.planned or _plan_and_keep(task, kept)
             if kept is not None:
                 planned = replace(planned, cache_key=kept.key)
+            planned = _as_flags_say(planned, method)
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
@@ -146,6 +148,20 @@ def _as_asked(
     xla_options = overridden(plan.xla_options, options_of(method).xla_options)
     plan = replace(plan, solver=solver, asked=asked, xla_options=xla_options)
     return replace(planned, plan=plan)
+
+
+def _as_flags_say(
+    planned: PlannedStep, method: ParallelMethod | ParallelPlan | LogicalMesh | None
+) -> PlannedStep:
+    """Without options that the plan chose and the user's XLA_FLAGS set for the whole process."""
+    chosen = planned.plan.xla_options
+    if isinstance(method, ParallelPlan) or not chosen:
+        return planned
+    flags = flag_names(os.environ.get("XLA_FLAGS", "")) - set(options_of(method).xla_options)
+    kept = tuple(option for option in chosen if option[0] not in flags)
+    if kept == chosen:
+        return planned
+    return replace(planned, plan=replace(planned.plan, xla_options=kept or None))
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ class ShardingOptions:
                             takes the one whose scheduled program is judged the fastest.
     xla_options:            options of XLA's compiler for the step's programs alone, name -> value,
                             such as {"xla_gpu_enable_latency_hiding_scheduler": True}; the plan
-                            keeps them. XLA_FLAGS are for the whole process.
+                            keeps them. Those that a plan chooses itself (how far collectives are
+                            merged) give way to these and to XLA_FLAGS, which are for the whole
+                            process.
     planning_time_s:        seconds for the whole plan, tracing included: then the best plan so far
                             is used, with its proven gap, and `plan.solver.stopped` says what was
                             left out. Until there is a plan, planning goes on. None for no limit.

@@ -43,8 +43,8 @@ Collectives = dict[tuple[str, tuple[int, ...]], list[float]]  # (kind, axes) -> 
 
 def merge_options(graph: Graph, mesh: LogicalMesh, moved: Iterable[Move]) -> dict[str, int]:
     """The sizes up to which XLA should merge the step's collectives of weights and gradients. None
-    are given where XLA's own will do: on CPUs, and where most are moved in loops, beside which
-    nothing is hidden."""
+    are given where XLA's own will do: on CPUs, for what fits one chunk, and where most are moved in
+    loops, beside which nothing is hidden."""
     if mesh.device is None or not mesh.device.hides_collectives or mesh.num_devices == 1:
         return {}
     found: Collectives = defaultdict(list)
@@ -73,6 +73,8 @@ def _options(mesh: LogicalMesh, found: Collectives) -> dict[str, int]:
             continue
         total, axes = max(groups)
         chunk = _chunk_bytes(mesh, kind, axes, total)
+        if total <= chunk:
+            continue
         if kind == "reduce-scatter":
             options[option] = chunk // _ranks(mesh, axes)
         elif chunk < _LARGEST:

@@ -63,6 +63,11 @@ def overridden(
     return tuple(sorted({**dict(stored or ()), **dict(others)}.items())) or None
 
 
+def flag_names(flags: str) -> set[str]:
+    """The options that a text such as that of XLA_FLAGS sets."""
+    return {word.partition("=")[0].lstrip("-") for word in flags.split()}
+
+
 def hides_latency(options: Mapping[str, XlaValue]) -> bool:
     """Whether XLA schedules a program so that collectives run under compute, which is its default
     on GPUs. If not, it schedules for the least memory."""

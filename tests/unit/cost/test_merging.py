@@ -96,6 +96,13 @@ def test_the_users_sizes_and_schedule_come_first() -> None:
     assert set(options(autopar.ShardParallel((8,), options=given))) == set(lean)
 
 
+def test_flags_of_the_process_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"--{SCATTER}=1000 --xla_gpu_autotune_level=0")
+    assert set(options(autopar.Zero3Parallel())) == {GATHER}
+    given = autopar.ShardingOptions(xla_options={SCATTER: 2000})
+    assert options(autopar.ShardParallel((8,), options=given))[SCATTER] == "2000"
+
+
 def test_they_are_told_and_saved(tmp_path: Any) -> None:
     plan = autopar.plan(*layers(16, 1024), cluster=CLUSTER, method=autopar.Zero3Parallel())
     assert SCATTER in plan.explain().replace("\n", "")
