@@ -5,7 +5,7 @@
 plans each model once and compiles the plan twice for GPUs that need not be there (`pip install
 'autopar[verify]'`): with XLA's own sizes up to which collectives are merged, and with those that
 the plan chooses (`autopar/cost/merging.py`). A table shows what the judge reads from both
-schedules. Models are those of `benchmarks.overlap`.
+schedules. Models are those of `benchmarks.overlap`, and a small GPT.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.compiler import plan_step
-from benchmarks.overlap import ROWS
+from benchmarks.overlap import ROWS as LARGE
 from benchmarks.script import check_names, command_line, script_parser, write_json
 from benchmarks.suite.cases import Row, example_of
 from benchmarks.suite.compiling import cluster_of, figures_of_plan
 
+# Where parameters are small, XLA merges more of them.
+ROWS = (Row("gpt-350m", 8, 8, layers=8), *LARGE)
 _TITLES = ("model", "mesh", "step", "chosen", "ratio", "exposed", "chosen", "peak", "chosen")
 
 

@@ -11,6 +11,9 @@ and β per byte, what is exposed is
 
     β · c + α · G / c        at most, the least at c = √(α · G / β).
 
+All-reduces keep XLA's size: their results are whole gradients, and the last 30 MiB of a backward
+pass are soon summed.
+
 XLA knows one size for each kind of collective, so the axes over which most bytes are moved decide.
 """
 
@@ -20,23 +23,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from math import log2, prod, sqrt
 
-from autopar.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from autopar.cost.collectives import all_gather_s, reduce_scatter_s
 from autopar.cost.report import Move
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 
 OPTION = {
     "all-gather": "xla_gpu_all_gather_combine_threshold_bytes",
-    "all-reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
     "reduce-scatter": "xla_gpu_reduce_scatter_combine_threshold_bytes",
 }
 _COST: dict[str, Callable[..., float]] = {
     "all-gather": all_gather_s,
-    "all-reduce": all_reduce_s,
     "reduce-scatter": reduce_scatter_s,
 }
-_SENT = {"all-gather": 1.0, "all-reduce": 2.0, "reduce-scatter": 1.0}  # of (n − 1)/n of the bytes
-_SMALLEST, _LARGEST = 2**20, 2**25  # bytes of a chunk; XLA's own are no larger
+_SMALLEST, _LARGEST = 2**20, 2**25  # bytes of a chunk; XLA's own have 30 MiB
 
 Collectives = dict[tuple[str, tuple[int, ...]], list[float]]  # (kind, axes) -> bytes of each
 
@@ -60,7 +60,7 @@ def merge_options(graph: Graph, mesh: LogicalMesh, moved: Iterable[Move]) -> dic
             kind, axes, sent_bytes = timed.step.kind, timed.step.axes, timed.step.sent_bytes
             if kind in OPTION:
                 ranks = _ranks(mesh, axes)
-                found[kind, axes].append(sent_bytes / _SENT[kind] * ranks / (ranks - 1))
+                found[kind, axes].append(sent_bytes * ranks / (ranks - 1))
     return {} if in_loops_s > outside_s else _options(mesh, found)
 
 
