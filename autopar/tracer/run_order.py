@@ -8,7 +8,7 @@ Most nodes run at their position in the graph. The exceptions:
   the end of a loop's body that adds them up. Those that a loop over layers stacks do not: each trip
   hides their collectives under its own compute.
 - *Other products* of the backward pass come late there too, if what reads them waits for later ones
-  (`_late_branches`).
+  (`_late_branches`), unless they free what a recomputed layer made early (`_made_early`).
 - *Recomputed values* are made when they are first needed there: the softmax of a layer's last
   attention after the gradient of its scores, since only gradients of parameters and of its values
   read it.
@@ -38,7 +38,8 @@ def run_times(
     overlap too, outer loops first."""
     producer = {v: i for i, node in enumerate(nodes) for v in node.results}
     late = _late_gradients(nodes, producer, loops) if overlaps else {}
-    late |= _late_branches(nodes, late) if overlaps else {}
+    made_early = _made_early(nodes, late, recomputed) if overlaps else frozenset()
+    late |= _late_branches(nodes, late, made_early) if overlaps else {}
     times: list[int] = []
     for index, node in enumerate(nodes):
         time = late.get(index, index)
@@ -125,9 +126,29 @@ def _beside_later(late: Sequence[int]) -> dict[int, int]:
     return {index: late[other] for index, other in beside.items() if other < len(late)}
 
 
-def _late_branches(nodes: Sequence[Node], late: Collection[int]) -> dict[int, int]:
+def _made_early(
+    nodes: Sequence[Node], late: Collection[int], recomputed: Collection[int]
+) -> frozenset[int]:
+    """What products that compute a layer again read, if more than late gradients needs them: it is
+    in memory early, as the softmax of an attention is that a later part of the layer reads."""
+    needed: set[int] = set()  # values that not only late gradients read
+    read: set[int] = set()
+    for index in range(len(nodes) - 1, -1, -1):
+        node = nodes[index]
+        if index in late or (index in recomputed and needed.isdisjoint(node.results)):
+            continue
+        needed.update(node.operands)
+        if index in recomputed and node.is_heavy:
+            read.update(node.operands)
+    return frozenset(read)
+
+
+def _late_branches(
+    nodes: Sequence[Node], late: Collection[int], made_early: frozenset[int]
+) -> dict[int, int]:
     """Products of the backward pass that run after later ones, since what reads them waits for
-    these anyway: XLA plans backwards, and runs everything as late as it may."""
+    these anyway: XLA plans backwards, and runs everything as late as it may. Not those of values
+    `made_early`, which they free."""
     reached: dict[int, int] = {}  # value -> the first product or sum that waits for it
     times: dict[int, int] = {}
     products: list[int] = []  # those after the node, each negated, so in order
@@ -136,7 +157,8 @@ def _late_branches(nodes: Sequence[Node], late: Collection[int]) -> dict[int, in
         reader = min((reached[v] for v in node.results if v in reached), default=None)
         if node.is_heavy and node.region == BACKWARD and index not in late:
             before = len(products) if reader is None else bisect_right(products, -reader)
-            if before < len(products):
+            frees = not made_early.isdisjoint(node.operands)
+            if before < len(products) and not frees:
                 times[index] = -products[before]
             products.append(-index)
         if node.is_heavy or node.kind is NodeKind.MERGE or node.name in REDUCTIONS:

@@ -11,6 +11,7 @@ import pytest
 from autopar.ir.graph import Graph, NodeKind
 from autopar.rewrite.gradient_waits import await_gradients
 from autopar.tracer.build import build_graph
+from autopar.tracer.dataflow import Dataflow
 from autopar.tracer.trace_step import trace_step
 from tests.unit.tracer.memory_graphs import array, graph_of, train
 
@@ -217,3 +218,37 @@ def test_products_run_late_if_what_reads_them_waits_anyway() -> None:
     assert {time for _, time, _ in parts} == {max(index for index, _, _ in parts)}
     assert all(time > of_scores for _, time, _ in parts)
     assert min(index for index, _, _ in parts) < max(index for index, _, _ in parts)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_product_that_frees_what_a_layer_made_again_is_not_late(goes_on: bool) -> None:
+    """A recomputed layer that goes on after its attention needs the softmax for that, and the
+    gradient of the values frees it. One that ends there makes it for late gradients alone."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        q, k, v = jnp.split(x @ w["qkv"], 3, -1)
+        x = (jax.nn.softmax(q @ k.T) @ v) @ w["out"]
+        return jnp.sin(jnp.sin(x) @ w["next"]) if goes_on else x
+
+    def loss_of(w, x):
+        return jnp.sum(layer(layer(x, w[0]), w[1]) ** 2)
+
+    weights = {"qkv": array(64, 3 * 64), "out": array(64, 64), "next": array(64, 64)}
+    step = await_gradients(trace_step(train(loss_of), ([weights] * 2, array(256, 64))))
+    graph = build_graph(step, overlaps=True)
+    again = Dataflow(graph.nodes, graph.values).recomputed
+    products = [i for i, node in enumerate(graph.nodes) if node.name == "dot_general"]
+    softmaxes = {
+        v
+        for i in products
+        for v in graph.nodes[i].operands
+        if i in again and graph.values[v].shape == (256, 256)
+    }
+    delays = [
+        graph.liveness.times[i] - i
+        for i in products
+        if i not in again and not softmaxes.isdisjoint(graph.nodes[i].operands)
+    ]
+    assert len(delays) == 2
+    assert (max(delays) == 0) == goes_on
