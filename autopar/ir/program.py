@@ -161,6 +161,14 @@ class Program:
         operands = chain(self.outputs, *[equation.operands for equation in self.equations])
         return Counter([o for o in operands if isinstance(o, int)])
 
+    def made_of_constants(self) -> set[int]:
+        """Values that depend on no input, such as the zeros that a gradient is filled with."""
+        made = {value for value, _ in self.captured}
+        for equation in self.equations:
+            if made.issuperset(equation.inputs) and not equation.has_effect:
+                made.update(equation.results)
+        return made
+
     def all_equations(self) -> Iterator[Equation]:
         """The equations in program order, each followed by those of its bodies."""
         for equation in self.equations:

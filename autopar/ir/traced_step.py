@@ -105,6 +105,7 @@ class TracedStep:
     is_unrolled: bool = False  # its scans over layers are written out
     is_reordered: bool = False  # its products transpose smaller arrays than those that were traced
     loop: int | None = None  # the equation that is the loop over micro-batches
+    is_stage: bool = False  # of a pipeline: its loop's body is run as programs of their own
     host: HostCut | None = None  # state in host memory, and the equations that update it
 
     def with_program(self, program: Program, **changes: Any) -> TracedStep:

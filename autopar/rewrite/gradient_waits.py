@@ -36,8 +36,9 @@ def _ready_gradients(
     program: Program, regions: Sequence[str], firsts: Sequence[int]
 ) -> dict[int, list[int]]:
     """For each of these barriers: what the backward pass made since the one before, is read later,
-    and no barrier depends on."""
+    and no barrier depends on. Not what it made of constants alone."""
     needed = {v for i in firsts for v in program.equations[i].inputs}
+    needed |= program.made_of_constants()
     for index in range(len(program.equations) - 1, -1, -1):
         equation = program.equations[index]
         if regions[index] == BACKWARD and not needed.isdisjoint(equation.results):

@@ -56,6 +56,7 @@ class _Rematerialiser:
         self.outputs = set(program.output_values)
         self.readers = program.readers()
         self.maker = program.producers()
+        self.constant = program.made_of_constants()
 
     def run(self, layers: Sequence[Layer]) -> Program:
         recomputed: dict[int, list[tuple[Layer, set[int], set[int]]]] = {}
@@ -154,13 +155,15 @@ class _Rematerialiser:
 
     def token(self, first: int) -> int | None:
         """The first cotangent made before equation `first` and read from there on: the cotangent
-        with which the layer's backward pass begins."""
+        with which the layer's backward pass begins. Not zeros that a slope selects: they are always
+        there, and behind a barrier an array in memory."""
         for index in range(first, len(self.program.equations)):
             if self.regions[index] != BACKWARD:
                 continue
             for value in self.program.equations[index].inputs:
                 maker = self.maker.get(value, first)
-                if maker < first and self.regions[maker] == BACKWARD:
+                is_made = maker < first and self.regions[maker] == BACKWARD
+                if is_made and value not in self.constant:
                     return value
         return None
 

@@ -382,6 +382,7 @@ class _StageSlicer:
             flat_fn=step.flat_fn,
             num_micro_batches=step.num_micro_batches,
             loop=loop,
+            is_stage=True,
         )
 
     def name(self, value: int) -> str:

@@ -277,6 +277,7 @@ def loop_graph(
             step,
             overlaps=hides_latency(options.xla_options),
             instructions_per_byte=cluster.instructions_per_byte,
+            in_stages=True,
         )
         check_graph(graph)
         if log.memory is None:

@@ -183,7 +183,7 @@ class _Builder:
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
-        known = overlaps, self.zeros, instructions_per_byte
+        known = overlaps, self.zeros, instructions_per_byte, step.is_stage
         liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops, *known)
         nodes = tuple(
             node.having(

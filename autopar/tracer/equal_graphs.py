@@ -58,7 +58,8 @@ def _key(step: TracedStep) -> Hashable:
         zeros += [is_zero(o, ()) for o in equation.operands if isinstance(o, Constant)]
         regions.append(region_by_name(equation.scope) or "")
     fingerprint = program_fingerprint(program)
-    return fingerprint, step.state, step.batch, step.donated, tuple(zeros), tuple(regions)
+    step_key = step.state, step.batch, step.donated, step.is_stage
+    return fingerprint, *step_key, tuple(zeros), tuple(regions)
 
 
 def _renumbered(step: TracedStep, first: int, graph: Graph, other: TracedStep) -> Graph | None:

@@ -102,6 +102,11 @@ class Fusion:
         """Whether a value is the product that is made in an addition, or a view of it."""
         return self.flow.source(value) in self.flow.nodes[self.epilogues[index]].results
 
+    def copies_slices(self, start: int, stop: int) -> bool:
+        """Whether a loop's body copies a slice of what it goes over, such as a micro-batch."""
+        nodes = self.flow.nodes[start:stop]
+        return any(n.name == "scan_slice" and not self.written.isdisjoint(n.results) for n in nodes)
+
     # -- searches
 
     def fused_readers(self, value: int) -> Iterator[int]:

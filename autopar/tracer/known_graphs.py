@@ -5,6 +5,8 @@ Searches come back to a step: for other meshes, for its memory alone, for tables
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Graph
 from autopar.ir.traced_step import TracedStep
@@ -17,7 +19,7 @@ class KnownGraphs:
     """The last few graphs, by the very step that they are of."""
 
     def __init__(self) -> None:
-        self._built: dict[tuple[int, bool, float], tuple[TracedStep, Graph]] = {}
+        self._built: dict[tuple[int, bool, float, bool], tuple[TracedStep, Graph]] = {}
 
     def of(
         self,
@@ -25,13 +27,15 @@ class KnownGraphs:
         *,
         overlaps: bool = True,
         instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
+        in_stages: bool = False,
     ) -> Graph:
-        """The step's graph, as `build_graph` makes it."""
-        key = id(step), overlaps, instructions_per_byte
+        """The step's graph, as `build_graph` makes it; `in_stages`: as one whose stages run."""
+        key = id(step), overlaps, instructions_per_byte, in_stages
         known = self._built.pop(key, None)
         if known is None:  # a step that is kept keeps its id
             rate = instructions_per_byte
-            known = step, build_graph(step, overlaps=overlaps, instructions_per_byte=rate)
+            built = replace(step, is_stage=True) if in_stages else step
+            known = step, build_graph(built, overlaps=overlaps, instructions_per_byte=rate)
         self._built[key] = known
         while len(self._built) > _MOST:
             del self._built[next(iter(self._built))]

@@ -55,11 +55,13 @@ def find_lives(
     overlaps: bool = True,
     zeros: Collection[int] = (),
     instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
+    is_stage: bool = False,
 ) -> Liveness:
     """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
     (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
-    everywhere; `instructions_per_byte`: of the device."""
+    everywhere; `instructions_per_byte`: of the device; `is_stage`: each trip of the loop over
+    micro-batches is a program of its own, in which little is asynchronous."""
     order = None if overlaps else early_backward(nodes, loops)
     place = list(range(len(nodes)))  # of each node, in the order that XLA runs them
     if order is not None:
@@ -83,7 +85,9 @@ def find_lives(
     copied = reordering.copied
     products = folded_products(flow)
     fusion = Fusion(flow, scatters, products, returned, kept, copied, rate)
-    times = run_times(nodes, flow.zeros, overlaps, flow.recomputed)
+    # A body is planned for overlap if something in it is asynchronous, as such a copy is.
+    planned = [loop for loop in loops if not is_stage and fusion.copies_slices(*loop)]
+    times = run_times(nodes, flow.zeros, overlaps, flow.recomputed, planned)
     sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
     lives, node_ends = sweep.lives()
     times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]

@@ -5,12 +5,14 @@ transposes (grouped queries: keys, queries, groups → groups, queries, keys) ar
 that read it, and those compute in the order of the product's memory. Where such a kernel meets a
 later product in the order that the program says, XLA writes that one again first, converted as the
 kernel wants it (`copied`). A kernel with such a transpose writes its result once for every product
-that contracts other dimensions of it, if these are several (`num_orders`).
+that contracts other dimensions of it, if these are several (`num_orders`). Zeros that are added to
+such a value, and dimensions of size 1, leave it in its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import prod
 
 from autopar.ir.graph import Node, NodeKind
 from autopar.tracer.costs import REDUCTIONS, UNFUSED
@@ -57,7 +59,8 @@ class Reordering:
             self.made_of.update(node.results)
             return
         is_view = flow.is_view(node)
-        operands = [v for v in node.operands if is_view or self._is_as_large(node, v)]
+        keeps = is_view or self._keeps_order(node)
+        operands = [v for v in node.operands if keeps or self._is_as_large(node, v)]
         turned = [v for v in operands if v in self.made_of]
         plain = [v for v in operands if v in self._products and v not in self.made_of]
         if turned:
@@ -70,6 +73,13 @@ class Reordering:
             for value in node.results:
                 first = first if first is not None or is_view else value
                 self._products[value] = (product, first)
+
+    def _keeps_order(self, node: Node) -> bool:
+        """Whether a node only adds to the dimensions of its operand: zeros, or others of size 1."""
+        if node.name == "broadcast_in_dim" and node.operands:
+            sizes = [prod(self.flow.values[v].shape) for v in (node.operands[0], node.results[0])]
+            return sizes[0] == sizes[1]
+        return node.name == "pad"
 
     def _is_as_large(self, node: Node, value: int) -> bool:
         values = self.flow.values

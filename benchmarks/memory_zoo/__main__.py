@@ -156,11 +156,18 @@ def take_row(rows: dict[tuple[str, str], Row], case: Any, row: Row, predicts: bo
 
 
 def in_order(rows: dict[tuple[str, str], Row]) -> list[Row]:
-    """As the cases are listed, however they came; rows of former cases last."""
+    """As the cases are listed, however they came; rows of former cases last. A model that was
+    studied since its row was made is no longer held out."""
     from benchmarks.memory_zoo.cases import all_cases
 
-    order = {(case.model, case.kind): number for number, case in enumerate(all_cases())}
-    return [rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))]
+    cases = {(case.model, case.kind): case for case in all_cases()}
+    order = {key: number for number, key in enumerate(cases)}
+    return [
+        {**rows[key], "held_out": cases[key].held_out}
+        if key in cases and "held_out" in rows[key]
+        else rows[key]
+        for key in sorted(rows, key=lambda key: order.get(key, len(order)))
+    ]
 
 
 def read_rows(path: Path) -> dict[tuple[str, str], Row]:

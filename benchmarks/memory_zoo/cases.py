@@ -141,10 +141,6 @@ DEVELOPMENT: dict[str, Callable[[int], Step]] = {
     ),
     "mixer": partial(_classifier, Mixer(1000, 16, 1024, 2, 512, bf16), 128),
     "scanned gpt": partial(_example, lambda n: gpt.example(_SCANNED_GPT, 4 * n)),
-}
-
-HELD_OUT: dict[str, Callable[[int], Step]] = {
-    "linen gpt": partial(_zoo, lambda n: strangers.linen_gpt(2, 2048, 16, 8 * n)),
     "bert": partial(_example, lambda n: build("bert-large", 16 * n, num_layers=2)),
     "vit": partial(_classifier, ViT(1000, 16, 1024, 2, 16, bf16), 128),
     "wide resnet": partial(
@@ -152,14 +148,20 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
         lambda n: build("wresnet-250m", 8 * n, stage_sizes=(1, 1, 1, 1), dtype=bf16),
     ),
     "convnext": partial(_classifier, ConvNeXt(1000, (1, 1), (192, 384), bf16), 64),
+    "perceiver": partial(_zoo, lambda n: newcomers.perceiver(4 * n)),
+    "transducer": partial(_zoo, lambda n: newcomers.transducer(16 * n)),
+}
+
+HELD_OUT: dict[str, Callable[[int], Step]] = {
+    "linen gpt": partial(_zoo, lambda n: strangers.linen_gpt(2, 2048, 16, 8 * n)),
     "gnn": partial(_real, "gnn"),
     "scanned bert": partial(
         _example, lambda n: build("bert-large", 8 * n, num_layers=8, scan_layers=True)
     ),
-    "perceiver": partial(_zoo, lambda n: newcomers.perceiver(4 * n)),
     "pixel cnn": partial(_zoo, lambda n: newcomers.pixel_cnn(32 * n)),
     "swin": partial(_zoo, lambda n: newcomers.swin(32 * n)),
-    "transducer": partial(_zoo, lambda n: newcomers.transducer(16 * n)),
+    "hyena": partial(_zoo, lambda n: newcomers.hyena(8 * n)),
+    "linear attention": partial(_zoo, lambda n: newcomers.linear_attention(8 * n)),
 }
 
 

@@ -214,3 +214,96 @@ def transducer(rows: int, *, width: int = 640, frames: int = 200, labels: int = 
         return normal(index, rows, frames, 4 * features), integers(index, vocabulary, rows, labels)
 
     return trained(lambda: _weights(sizes), loss, batch)
+
+
+def hyena(rows: int, *, width: int = 768, length: int = 4096, depth: int = 3) -> ZooStep:
+    """Bytes to bytes by convolutions as long as the text, made with Fourier transforms; a small
+    network says what their kernels are."""
+    waves = 64
+    sizes: dict[str, tuple[int, ...]] = {"embed": (256, width), "bytes": (width, 256)}
+    for layer in range(depth):
+        sizes[f"in_{layer}"] = (width, 3 * width)
+        sizes[f"waves_{layer}"] = (2 * waves, 64)
+        sizes[f"kernel_{layer}"] = (64, width)
+        sizes[f"decay_{layer}"] = (width,)
+        sizes[f"out_{layer}"] = (width, width)
+        sizes[f"up_{layer}"] = (width, 2 * width)
+        sizes[f"down_{layer}"] = (2 * width, width)
+
+    def kernel(w: Any, layer: int) -> jax.Array:
+        """(positions, channels)"""
+        where = jnp.linspace(0, 1, length)[:, None]
+        phase = where * jnp.arange(1, waves + 1) * jnp.pi
+        features = jnp.concatenate([jnp.sin(phase), jnp.cos(phase)], -1)
+        made = jnp.sin(features @ w[f"waves_{layer}"]) @ w[f"kernel_{layer}"]
+        return made * jnp.exp(-where * jax.nn.softplus(w[f"decay_{layer}"]))
+
+    def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        spectrum = jnp.fft.rfft(x.astype(jnp.float32), 2 * length, axis=1)
+        spectrum = spectrum * jnp.fft.rfft(kernel, 2 * length, axis=0)
+        return jnp.fft.irfft(spectrum, 2 * length, axis=1)[:, :length].astype(x.dtype)
+
+    def loss(params: Any, text: jax.Array) -> jax.Array:
+        w = jax.tree.map(lambda p: p.astype(bf16), params)
+        x = w["embed"][text]
+        for layer in range(depth):
+            value, gate, other = jnp.split(_norm(x) @ w[f"in_{layer}"], 3, -1)
+            mixed = gate * convolved(value * other, kernel(params, layer))
+            x = x + mixed @ w[f"out_{layer}"]
+            x = x + jax.nn.gelu(_norm(x) @ w[f"up_{layer}"]) @ w[f"down_{layer}"]
+        logits = (_norm(x) @ w["bytes"]).astype(jnp.float32)[:, :-1]
+        picked = jnp.take_along_axis(logits, text[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    return trained(lambda: _weights(sizes), loss, lambda i: (integers(i, 256, rows, length),))
+
+
+def linear_attention(
+    rows: int, *, width: int = 1024, length: int = 2048, depth: int = 2
+) -> ZooStep:
+    """A language model whose attention has no softmax: a loop over chunks of the text carries the
+    sum of all keys and values before."""
+    heads, chunk, vocabulary = 8, 128, 16000
+    sizes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, width), "head": (width, vocabulary)}
+    for layer in range(depth):
+        sizes[f"qkv_{layer}"] = (width, 3 * width)
+        sizes[f"out_{layer}"] = (width, width)
+        sizes[f"gate_{layer}"] = (width, 2 * width)
+        sizes[f"up_{layer}"] = (width, 2 * width)
+        sizes[f"down_{layer}"] = (2 * width, width)
+
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mask = jnp.tril(jnp.ones((chunk, chunk), q.dtype))
+
+        def part(before: jax.Array, qkv: Any) -> tuple[jax.Array, jax.Array]:
+            q, k, v = qkv
+            inside = jnp.einsum("bqhd,bkhd->bhqk", q, k) * mask
+            seen = jnp.einsum("bhqk,bkhd->bqhd", inside, v)
+            seen = seen + jnp.einsum("bqhd,bhde->bqhe", q, before.astype(q.dtype))
+            added = jnp.einsum("bkhd,bkhe->bhde", k, v, preferred_element_type=jnp.float32)
+            return before + added, seen
+
+        def chunks(x: jax.Array) -> jax.Array:
+            return x.reshape(rows, -1, chunk, heads, width // heads).swapaxes(0, 1)
+
+        state = jnp.zeros((rows, heads, width // heads, width // heads))
+        _, seen = jax.lax.scan(part, state, tuple(map(chunks, (q, k, v))))
+        return seen.swapaxes(0, 1).reshape(rows, length, width)
+
+    def loss(params: Any, text: jax.Array) -> jax.Array:
+        w = jax.tree.map(lambda p: p.astype(bf16), params)
+        x = w["embed"][text]
+        for layer in range(depth):
+            q, k, v = jnp.split(_norm(x) @ w[f"qkv_{layer}"], 3, -1)
+            seen = attended(jax.nn.elu(q) + 1, jax.nn.elu(k) + 1, v)
+            x = x + _norm(seen) @ w[f"out_{layer}"]
+            inner = _norm(x)
+            gated = jax.nn.silu(inner @ w[f"gate_{layer}"]) * (inner @ w[f"up_{layer}"])
+            x = x + gated @ w[f"down_{layer}"]
+        logits = (_norm(x) @ w["head"]).astype(jnp.float32)[:, :-1]
+        picked = jnp.take_along_axis(logits, text[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    return trained(
+        lambda: _weights(sizes), loss, lambda i: (integers(i, vocabulary, rows, length),)
+    )

@@ -84,6 +84,12 @@ def test_rows_come_in_the_order_of_the_cases() -> None:
     assert [r["model"] for r in in_order(rows)] == ["a", "b", "former"]
 
 
+def test_a_model_that_was_studied_since_is_no_longer_held_out() -> None:
+    case = next(case for case in all_cases() if not case.held_out)
+    rows = {(case.model, case.kind): row(case.model, True, [1.0], [1.0])}
+    assert [r["held_out"] for r in in_order(rows)] == [False]
+
+
 def test_a_new_prediction_keeps_xlas_figure_while_layouts_stay() -> None:
     case = next(all_cases())
     key = (case.model, case.kind)

@@ -180,6 +180,22 @@ def test_the_barrier_holds_the_cotangent_and_no_parameter() -> None:
         assert cotangents[0][1] in read
 
 
+def test_the_barrier_holds_no_zeros_that_a_slope_selects() -> None:
+    """They are what the backward pass of a `relu` reads first, and are there from the beginning."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for number, w in enumerate(params):
+            with jax.named_scope(f"layer_{number}"):
+                x = jax.nn.relu(jax.nn.relu(x @ w[0]) @ w[1])
+        return (x**3).mean()
+
+    _, after = check(train_step(loss), PARAMS, X)
+    barriers = [e for e in after.program.equations if e.name == "optimization_barrier"]
+    constant = after.program.made_of_constants()
+    assert all(constant.isdisjoint(barrier.inputs) for barrier in barriers)
+    assert [len(barrier.operands) for barrier in barriers] == [2] * (len(PARAMS) - 1)
+
+
 def test_casts_of_parameters_are_shared() -> None:
     def loss(params: Any, x: Any) -> Any:
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)

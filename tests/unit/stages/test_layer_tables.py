@@ -62,7 +62,7 @@ def case(fn: Any, args: tuple, num_micro_batches: int, num_layers: int | None = 
     loop = step.program.equations[step.loop]
     found = find_layers(loop.bodies[0], num_layers, batch=loop_batch(loop))
     layers = attach_layers(loop.bodies[0], found)
-    graph = build_graph(step)
+    graph = build_graph(replace(step, is_stage=True))
     return Case(step, layers, graph, node_places(graph, step, layers), num_micro_batches)
 
 

@@ -73,3 +73,21 @@ def test_a_residual_is_there_while_either_program_runs() -> None:
     made = [graph.producer[v][0] for e in stage.body.equations for v in e.results]
     times = [graph.liveness.times[index] for index in made]
     assert life.start <= min(times) and life.end == max(times)
+
+
+def test_what_is_no_residual_ends_with_the_forward_program() -> None:
+    """The backward one makes an activation again, of the product that it reads, when its own
+    product needs it."""
+
+    def two_products(layer: Layer, x: jax.Array) -> jax.Array:
+        return jnp.sin(x @ layer[0] + layer[1]) @ layer[0].T
+
+    stage = stages(two_products, jnp.float32)[1]
+    graph = with_in_flight(build_graph(stage.step), stage, 1)
+    times, producer = graph.liveness.times, graph.producer
+    equations = stage.body.equations
+    end = max(times[producer[v][0]] for i in stage.forward for v in equations[i].results)
+    residuals = stage.residual_values()
+    activations = [x for x in lives_of(graph, "sin") if x.value not in residuals]
+    assert len(activations) == 2
+    assert activations[0].end <= end < activations[1].start

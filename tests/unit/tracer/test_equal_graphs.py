@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -103,3 +103,12 @@ def test_a_constant_that_is_zero_makes_another_graph() -> None:
     graphs = EqualGraphs()
     for start in (0.0, 1.0, 0.0):
         _assert_equal(graphs.of(step_from(start)), build_graph(step_from(start)))
+
+
+def test_a_stage_has_another_graph_than_the_same_step_as_a_whole() -> None:
+    step, args = _plain()
+    (stage, *_) = _stage_steps(step, args, 6)
+    graphs = EqualGraphs()
+    whole = replace(stage, is_stage=False)
+    assert graphs.of(stage) is not graphs.of(whole)
+    _assert_equal(graphs.of(whole), build_graph(whole))

@@ -29,6 +29,7 @@ def test_an_equal_step_and_another_order_have_graphs_of_their_own() -> None:
     alone = graphs.of(step, overlaps=False)
     assert alone is not graphs.of(step)
     assert alone == build_graph(step, overlaps=False)
+    assert graphs.of(step, in_stages=True) is not graphs.of(step)
 
 
 def test_the_graphs_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,3 +35,21 @@ def test_two_products_in_one_order_are_not_copied() -> None:
 
     graph = graph_of(fn, array(8, 8), array(2, 3, 8))
     assert not Reordering(Dataflow(graph.nodes, graph.values)).copied
+
+
+@pytest.mark.parametrize(("is_turned", "num_orders"), [(True, 2), (False, 1)])
+def test_zeros_and_dimensions_that_are_added_keep_the_order(
+    is_turned: bool, num_orders: int
+) -> None:
+    """As in the gradient of a score that a loop over the second dimension picks from a grid of
+    logits. Two products want it in the program's order, turned in two ways: it is written twice."""
+
+    def fn(w, grid, score):
+        score = jnp.sort(score)
+        score = jnp.transpose(score, (1, 0, 2)) if is_turned else jnp.reshape(score, (2, 5, 3))
+        gradient = jnp.exp(jnp.pad(score[..., None], ((0, 0), (0, 0), (0, 0), (0, 6))))
+        return gradient @ w, jnp.einsum("btuv,btuw->vw", gradient, grid)
+
+    graph = graph_of(fn, array(7, 4), array(2, 5, 3, 4), array(5, 2, 3))
+    (written,) = (v for v in graph.liveness.lives if graph.values[v.value].shape == (2, 5, 3, 7))
+    assert written.count == num_orders
