@@ -21,9 +21,10 @@ from typing import Any
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.gradient_waits import await_gradients
-from autopar.rewrite.layers import Layer
+from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.merge_equal import merge_equal
 from autopar.rewrite.micro_batch_trace import derive_micro_batch
+from autopar.rewrite.partial_remat import with_parts
 from autopar.rewrite.product_orders import order_products
 from autopar.rewrite.remat import with_remat
 from autopar.rewrite.scan_residuals import thin_scans
@@ -111,6 +112,12 @@ class StepSource:
             step = accumulate(self.whole, micro, num_micro_batches, layers)
             step = _finished(thin_scans(step))
         return _keep(self._changed, form, step)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Those of the whole step, with their parts."""
+        program, batch = self.whole.program, self.whole.batch
+        return with_parts(program, find_layers(program, batch=batch), batch)
 
     @cached_property
     def written_out(self) -> StepSource | None:
