@@ -1,5 +1,4 @@
-"""Layers that may be recomputed in part: `Layer`s → the same, with what is dear to keep and cheap
-to make again.
+"""`Layer`s → the same, with the part of each that is dear to keep and cheap to make again.
 
 Attention's scores take more memory than all else that a layer keeps, and little time to make again:
 they are a product over few features. A layer that is recomputed whole repeats its large products
