@@ -48,7 +48,8 @@ class ShardingOptions:
                             fit: `plan.correction` of an earlier plan. Steps that are run, and
                             `plan_verified`, find it by themselves.
     remat:                  which layers recompute their activations in the backward pass: "auto"
-                            as many as pay where memory is short, "none", or "all".
+                            as many as pay where memory is short, parts of them first, "none", or
+                            "all".
     overlap:                on one host of GPUs, count that gathers of weights and sums of gradients
                             run under compute. XLA's schedules for GPTs, Llamas and mixtures of
                             experts become faster, those for Wide-ResNets slower. `rerank` tries

@@ -56,6 +56,8 @@ class Layer:
     scan:           the equation, if the layer is a scan over layers; `trips` is their number.
     is_last:        its backward pass starts where its forward pass ends, so recomputing it frees
                     nothing in between.
+    kept:           values that it makes and that stay if it is recomputed.
+    part:           the same layer, with less of it recomputed (`rewrite.partial_remat`).
     """
 
     name: str
@@ -67,6 +69,13 @@ class Layer:
     scan: int | None = None
     trips: int = 1
     is_last: bool = False
+    kept: tuple[int, ...] = ()
+    part: Layer | None = None
+
+    @property
+    def freed_bytes(self) -> int:
+        """Of the whole batch, by recomputing it."""
+        return self.residual_bytes - self.kept_bytes
 
 
 # id of a program -> the program and its layers, while the program lives: every way to plan a step
@@ -102,7 +111,9 @@ def worth_recomputing(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def layers_by_name(layers: Sequence[Layer], names: Collection[str]) -> tuple[Layer, ...]:
-    return tuple(layer for layer in layers if layer.name in names)
+    """Those that have the names, or whose parts have."""
+    forms = [(layer, layer.part) for layer in layers]
+    return tuple(form for both in forms for form in both if form is not None and form.name in names)
 
 
 class Flow:
@@ -239,7 +250,6 @@ class Flow:
 
     def layer(self, group: Sequence[int], number: int) -> Layer:
         equations = [self.program.equations[i] for i in group]
-        members = set(group)
         made = {r for e in equations for r in e.results}
         inputs = dict.fromkeys(
             o
@@ -247,14 +257,6 @@ class Flow:
             for o in e.inputs
             if o not in made and o not in self.persistent and o not in self.free
         )
-        residuals = set()
-        for value in sorted(made - self.free):
-            if not self.is_read_backward(value):
-                continue
-            readers = self.readers.get(value, ())
-            elsewhere = any(self.regions[r] != BACKWARD and r not in members for r in readers)
-            if not elsewhere and value not in self.outputs:
-                residuals.add(value)
         heavy = [p for e in equations for p in products(e)]
         modules = [module_name(e.scope) for e in heavy or equations]
         layer = Layer(
@@ -262,12 +264,25 @@ class Flow:
             equations=tuple(group),
             inputs=tuple(inputs),
             flops=sum(_flops(e, self.program.avals) for e in equations),
-            residual_bytes=self.bytes_of(residuals),
+            residual_bytes=self.bytes_of(self.residuals(group)),
             kept_bytes=self.bytes_of([i for i in inputs if i not in self.data]),
             is_last=self.is_last(group[-1]),
         )
         scans = [i for i in group if self.program.equations[i].name == "scan"]
         return self.scan_layer(layer) if len(group) == 1 and scans else layer
+
+    def residuals(self, group: Sequence[int]) -> list[int]:
+        """Activations that these equations make and only their backward pass reads."""
+        members = set(group)
+        found = []
+        for value in sorted({r for i in group for r in self.program.equations[i].results}):
+            if value in self.free or not self.is_read_backward(value):
+                continue
+            readers = self.readers.get(value, ())
+            elsewhere = any(self.regions[r] != BACKWARD and r not in members for r in readers)
+            if not elsewhere and value not in self.outputs:
+                found.append(value)
+        return found
 
     def scan_layer(self, layer: Layer) -> Layer:
         (index,) = layer.equations

@@ -104,11 +104,11 @@ class _Rematerialiser:
         return [r for r in self.readers.get(value, ()) if self.regions[r] == BACKWARD]
 
     def residuals(self, layer: Layer) -> tuple[set[int], set[int]]:
-        """(values of a layer that only its backward pass reads, values that stay in memory anyway
-        since other forward equations, the update or the result need them too)."""
+        """(values of a layer that only its backward pass reads, values that stay in memory: other
+        forward equations, the update or the result need them too, or the layer keeps them)."""
         members = set(layer.equations)
         residuals: set[int] = set()
-        stored: set[int] = set()
+        stored: set[int] = set(layer.kept)
         for index in layer.equations:
             equation = self.program.equations[index]
             for value in equation.results:
@@ -117,7 +117,7 @@ class _Rematerialiser:
                     continue
                 elsewhere = any(self.regions[r] != BACKWARD and r not in members for r in readers)
                 (stored if elsewhere or value in self.outputs else residuals).add(value)
-        return residuals, stored
+        return residuals - stored, stored
 
     def recomputed(
         self,

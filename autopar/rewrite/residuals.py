@@ -24,7 +24,9 @@ import numpy as np
 from jax.core import ShapedArray
 
 from autopar.ir.program import Equation
-from autopar.tracer.costs import aval_bytes
+from autopar.tracer.costs import aval_bytes, equation_flops
+
+_FLOPS_PER_BYTE = 200  # of products, in the time in which a GPU moves a byte
 
 # One pass over the result's elements, each from one element per operand: XLA fuses it into its
 # readers. Products, reductions, gathers, sorts and random bits are not among them.
@@ -47,6 +49,27 @@ def is_cheap(equation: Equation) -> bool:
 
 def _free_if_cheap(equation: Equation) -> int | None:
     return 0 if is_cheap(equation) else None
+
+
+def repeat_cost(equation: Equation, avals: Sequence[ShapedArray]) -> int | None:
+    """Bytes that could be moved in the time of an equation, products too; None if it must not run
+    again."""
+    if equation.name == "reduce_precision":
+        return None  # so JAX marks what a policy of `jax.checkpoint` saves
+    if is_cheap(equation) or _is_row_maximum(equation, avals):
+        return 0
+    if equation.name != "dot_general" or equation.has_effect:
+        return None
+    moved = sum(aval_bytes(avals[v]) for v in (*equation.inputs, *equation.results))
+    return moved + int(equation_flops(equation, avals) / _FLOPS_PER_BYTE)
+
+
+def _is_row_maximum(equation: Equation, avals: Sequence[ShapedArray]) -> bool:
+    """A softmax's: XLA computes the softmax in one kernel if nothing else reads its maximum."""
+    if equation.name != "reduce_max" or len(equation.inputs) != 1:
+        return False
+    rank = len(avals[equation.inputs[0]].shape)
+    return tuple(equation.params["axes"]) == (rank - 1,)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from autopar import _jax
 from autopar.ir.program import Equation, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.linked_bodies import LinkedBodies
-from autopar.rewrite.residuals import choose_residuals, is_cheap
+from autopar.rewrite.residuals import choose_residuals, repeat_cost
 from autopar.rewrite.scan_broadcasts import broadcasts_inside
 from autopar.rewrite.scan_remat import (
     ScanPair,
@@ -31,12 +31,11 @@ from autopar.rewrite.scan_remat import (
     scan_parts,
 )
 from autopar.tracer.copy_equations import Copier, with_avals
-from autopar.tracer.costs import aval_bytes, equation_flops
+from autopar.tracer.costs import aval_bytes
 
 # Bytes moved for a byte that is stacked: the stack is filled with zeros, then a slice is copied
 # into it. (The slice is read in place, as any value would be.)
 _STACK_COST = 3
-_FLOPS_PER_BYTE = 200  # of products, in the time in which a GPU moves a byte
 
 
 def thin_scans(step: TracedStep) -> TracedStep:
@@ -142,7 +141,7 @@ def _thinner_pair(program: Program, index: int, copier: Copier) -> ScanPair | No
         {*free, *values_in(stays)},
         copier.avals,
         store_cost=lambda v: waiting.get(v, _STACK_COST * aval_bytes(copier.avals[v])),
-        repeat_cost=lambda e: _repeat_cost(e, copier),
+        repeat_cost=lambda e: repeat_cost(e, copier.avals),
     )
     stacked = [v for v in chosen.stored if v not in waiting]
     dropped: list[int] = []
@@ -158,26 +157,6 @@ def _thinner_pair(program: Program, index: int, copier: Copier) -> ScanPair | No
         return None
     equations = tuple(body.equations[i] for i in chosen.recomputed)
     return ScanPair(index, backward, tuple(dropped), equations, tuple(added), scan.params["length"])
-
-
-def _repeat_cost(equation: Equation, copier: Copier) -> int | None:
-    """Bytes that could be moved in the time of an equation; None if it must not run again."""
-    if equation.name == "reduce_precision":
-        return None  # so JAX marks what a policy of `jax.checkpoint` saves
-    if is_cheap(equation) or _is_row_maximum(equation, copier):
-        return 0
-    if equation.name != "dot_general" or equation.has_effect:
-        return None
-    moved = sum(aval_bytes(copier.avals[v]) for v in (*equation.inputs, *equation.results))
-    return moved + int(equation_flops(equation, copier.avals) / _FLOPS_PER_BYTE)
-
-
-def _is_row_maximum(equation: Equation, copier: Copier) -> bool:
-    """A softmax's: XLA computes the softmax in one kernel if nothing else reads its maximum."""
-    if equation.name != "reduce_max" or len(equation.inputs) != 1:
-        return False
-    rank = len(copier.avals[equation.inputs[0]].shape)
-    return tuple(equation.params["axes"]) == (rank - 1,)
 
 
 def _held(

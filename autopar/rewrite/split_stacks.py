@@ -108,8 +108,9 @@ def _rows_of(equation: Equation, avals: Sequence[ShapedArray]) -> tuple[int, ...
         return None
     name, params = equation.name, equation.params
     if name in _ELEMENTWISE:
-        is_plain = all(shape in ((), out) for shape in shapes)
-        return tuple(n for n, shape in enumerate(shapes) if shape) if is_plain else None
+        if not all(shape == () or len(shape) == len(out) for shape in shapes):
+            return None
+        return tuple(n for n, shape in enumerate(shapes) if shape[:1] == out[:1])
     if name == "iota":
         return () if params["dimension"] != 0 and not equation.operands else None
     if name == "concatenate":

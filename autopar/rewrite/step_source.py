@@ -21,11 +21,13 @@ from typing import Any
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.gradient_waits import await_gradients
-from autopar.rewrite.layers import Layer
+from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.merge_equal import merge_equal
 from autopar.rewrite.micro_batch_trace import derive_micro_batch
+from autopar.rewrite.partial_remat import with_parts
 from autopar.rewrite.product_orders import order_products
 from autopar.rewrite.remat import with_remat
+from autopar.rewrite.rows_by_index import slice_rows
 from autopar.rewrite.scan_residuals import thin_scans
 from autopar.rewrite.single_microbatch import loop_single_microbatch
 from autopar.rewrite.unroll_scans import unroll_scans
@@ -58,7 +60,7 @@ class StepSource:
         kwargs: dict[str, Any],
         options: StepOptions,
     ) -> StepSource:
-        return cls(fn, options, trace(fn, args, kwargs, options))
+        return cls(fn, options, slice_rows(trace(fn, args, kwargs, options)))
 
     def micro_batch(self, num_micro_batches: int) -> TracedStep:
         """The step with one micro-batch."""
@@ -75,7 +77,7 @@ class StepSource:
         leaves = micro_batch_leaves(self.whole, num_micro_batches)
         args, kwargs = self.whole.call.rebuild(leaves)
         try:
-            return trace(self.fn, args, kwargs, self.options, batch=self.whole.batch)
+            return slice_rows(trace(self.fn, args, kwargs, self.options, batch=self.whole.batch))
         except Exception as error:
             error.add_note(_micro_batch_note(self.whole, num_micro_batches))
             raise
@@ -111,6 +113,12 @@ class StepSource:
             step = accumulate(self.whole, micro, num_micro_batches, layers)
             step = _finished(thin_scans(step))
         return _keep(self._changed, form, step)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Those of the whole step, with their parts."""
+        program, batch = self.whole.program, self.whole.batch
+        return with_parts(program, find_layers(program, batch=batch), batch)
 
     @cached_property
     def written_out(self) -> StepSource | None:

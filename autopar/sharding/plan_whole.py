@@ -19,7 +19,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import DataParallel, OneMeshMethod, ShardParallel, Zero3Parallel, options_of
 from autopar.rewrite.host_cut import hostable_inputs, hostable_parameters, with_host_state
-from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.rewrite.layers import Layer, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.rewrite.unroll_scans import recomputes
 from autopar.sharding.constraints import candidate_meshes
@@ -119,7 +119,7 @@ class WholeStep:
         layers = self.layers() if self.may_recompute else ()
         if floor <= budget or not layers:
             return floor
-        freed = sum(max(0, layer.residual_bytes - layer.kept_bytes) for layer in layers)
+        freed = sum(max(0, layer.freed_bytes) for layer in layers)
         least = floor - freed / self.num_micro_batches / self.cluster.num_devices
         return least if least > budget else min(floor, self._peak_floor(layers))
 
@@ -289,7 +289,7 @@ def bind_whole(
     the plan recomputes, it is not the plan's, and binding says so."""
     with log.timed("trace"):
         source = (source.written_out if plan.unrolled else None) or source
-        layers = find_layers(source.whole.program, batch=source.whole.batch) if plan.remat else ()
+        layers = source.layers if plan.remat else ()
         step = source.with_recomputation(layers_by_name(layers, plan.remat), plan.num_micro_batches)
         if plan.host is not None and plan.host.num_groups:
             inputs = plan.host.inputs
@@ -303,4 +303,4 @@ def bind_whole(
 
 
 def recomputable_layers(source: StepSource) -> tuple[Layer, ...]:
-    return worth_recomputing(find_layers(source.whole.program, batch=source.whole.batch))
+    return worth_recomputing(source.layers)

@@ -2,10 +2,10 @@
 
 Recomputation is part of the program that is sharded, so its time is part of the objective and its
 memory of the budget: plans that recompute different layers compare like any two plans. The search
-first recomputes nothing. If that does not fit, or fits only at a price, it recomputes as many
-layers as seem needed; if that is not enough, more, and all in the end. It takes layers from the
-front, whose activations would be kept longest. It skips a try if recomputing that much costs more,
-by flops alone, than the budget does.
+first recomputes nothing. If that does not fit, or fits only at a price, it recomputes as much as
+seems needed, parts of layers before whole ones (`sharding.remat_ladder`); if that is not enough,
+more, and all in the end. It skips a try if recomputing that much costs more, by flops alone, than
+the budget does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Protocol
 
 from autopar.errors import MemoryBudgetError
@@ -23,6 +22,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.layers import Layer
 from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.remat_ladder import RematLadder
 from autopar.sharding.tried import with_failures
 
 _MAX_TRIES = 3
@@ -59,16 +59,17 @@ class _Tries:
     name: str
     log: PlanningLog
     planned: list[PlannedStep] = field(default_factory=list)
-    failed: list[tuple[int, MemoryBudgetError]] = field(default_factory=list)  # number of layers
+    failed: list[tuple[int, MemoryBudgetError]] = field(default_factory=list)  # rungs
     broken: list[Failure] = field(default_factory=list)  # tries in which autopar failed
 
     def plan(
-        self, layers: Sequence[Layer], mesh_shape: tuple[int, ...] | None
+        self, ladder: RematLadder, rung: int, mesh_shape: tuple[int, ...] | None
     ) -> ParallelPlan | None:
+        layers = ladder.layers_at(rung)
         try:
             self.planned.append(self.problem.plan(layers, mesh_shape, in_full=False))
         except MemoryBudgetError as error:
-            self.failed.append((len(layers), error))
+            self.failed.append((rung, error))
             return None
         except Exception as error:
             what = f"a plan that recomputes {len(layers)} layers"
@@ -104,70 +105,78 @@ def choose_remat(
     """`name`: the step's, for errors. `in_full`: explain a step that does not fit."""
     tries = _Tries(problem, name, log or PlanningLog())
     started = time.monotonic()
-    without = tries.plan((), None)
+    without = tries.plan(RematLadder(()), 0, None)
     took_s = time.monotonic() - started
     if without is not None and not without.solver.unbounded:
         return tries.planned[0]
-    layers = problem.layers()
+    ladder = RematLadder(problem.layers())
     if tries.broken:  # nothing is known of its memory: all or nothing
-        if layers and tries.plan(layers, None) is not None:
+        if ladder.layers and tries.plan(ladder, ladder.top, None) is not None:
             return tries.planned[0]
-        return tries.give_up(layers, in_full)
+        return tries.give_up(ladder.layers, in_full)
     if without is None and not in_full:
         budget = tries.failed[0][1].budget_bytes
         if (floor := problem.peak_floor(budget)) > budget:
             text = f"{name} needs {floor:.0f} bytes per device or more"
             raise MemoryBudgetError(text, floor, budget)
+    _climb(tries, ladder, without, took_s, device, num_devices)
+    if not tries.planned:
+        return tries.give_up(ladder.layers, in_full)
+    return min(tries.planned, key=lambda planned: planned.plan.solver.objective)
+
+
+def _climb(
+    tries: _Tries,
+    ladder: RematLadder,
+    without: ParallelPlan | None,
+    took_s: float,
+    device: DeviceSpec,
+    num_devices: int,
+) -> None:
+    """Plans that recompute more and more, until one fits. `took_s`: to make the last plan."""
     mesh_shape = without.mesh_shape if without is not None else None
     deadline = tries.log.deadline
     for _ in range(_MAX_TRIES):
-        count = _num_needed(layers, without, tries.failed, num_devices)
-        if tries.failed and deadline.is_over and count < len(layers):
-            deadline.cut(f"recomputing {count} layers")
-            count = len(layers)
-        if not count or (tries.failed and count <= tries.failed[-1][0]):
+        rung = _rung_needed(ladder, without, tries.failed, num_devices)
+        what = f"recomputing {len(ladder.layers_at(rung))} layers"
+        if tries.failed and deadline.is_over and rung < ladder.top:
+            deadline.cut(what)
+            rung = ladder.top
+        if not rung or (tries.failed and rung <= tries.failed[-1][0]):
             break
-        flops = sum(layer.flops for layer in layers[:count])
-        recompute_s = flops / num_devices / (device.flops_16bit * device.efficiency)
+        recompute_s = ladder.flops(rung) / num_devices / (device.flops_16bit * device.efficiency)
         if without is not None and (
             without.solver.unbounded[0] + recompute_s >= without.solver.objective
         ):
             break
         if tries.planned and not deadline.allows(took_s):
-            deadline.cut(f"recomputing {count} layers")
+            deadline.cut(what)
             break
         started = time.monotonic()
-        if tries.plan(layers[:count], mesh_shape) is not None:
+        if tries.plan(ladder, rung, mesh_shape) is not None:
             break
         took_s = time.monotonic() - started
-    if not tries.planned:
-        return tries.give_up(layers, in_full)
-    return min(tries.planned, key=lambda planned: planned.plan.solver.objective)
 
 
-def _num_needed(
-    layers: Sequence[Layer],
+def _rung_needed(
+    ladder: RematLadder,
     without: ParallelPlan | None,
     failed: Sequence[tuple[int, MemoryBudgetError]],
     num_devices: int,
 ) -> int:
-    """How many layers to recompute for the rest to fit: by their sizes at first, with activations
+    """How much to recompute for the rest to fit: by the layers' sizes at first, with activations
     split over all devices, as they nearly always can be; after a failed try, by what that saved."""
-    tried = [(count, error.peak_bytes) for count, error in failed if count]
+    tried = [(rung, error.peak_bytes) for rung, error in failed if rung]
     if without is not None:
         peak, budget = without.solver.unbounded[1], without.memory_budget_bytes
     else:
         peak, budget = failed[0][1].peak_bytes, failed[0][1].budget_bytes
-    if tried:
-        count, left = tried[-1]
-        saved = (peak - left) / count
-        if len(tried) > 1 or saved <= 0:
-            return len(layers)
-        return min(len(layers), max(count + 1, ceil((peak - budget) / saved) + 1))
-    excess = peak - budget
-    micro_batches = without.num_micro_batches if without is not None else 1
-    for count, layer in enumerate(layers, 1):
-        excess -= (layer.residual_bytes - layer.kept_bytes) / num_devices / micro_batches
-        if excess <= 0:
-            return count
-    return len(layers)
+    if not tried:
+        micro_batches = without.num_micro_batches if without is not None else 1
+        return ladder.rung_that_frees((peak - budget) * num_devices * micro_batches)
+    rung, left = tried[-1]
+    share = (peak - left) / max(ladder.freed_bytes(rung), 1)  # of what the sizes promise
+    if len(tried) > 1 or share <= 0:
+        return ladder.top
+    needed = ladder.rung_that_frees((peak - budget) / share) + 1
+    return min(ladder.top, max(rung + 1, needed))

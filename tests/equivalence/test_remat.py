@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.plan import ParallelPlan
 from examples.models.gpt import GPTConfig, example
 from tests.equivalence.test_models import check_model
+from tests.unit.rewrite import test_partial_remat as part_model
 
 MESH = autopar.LogicalMesh((2, 4), alpha=(1e-7, 1e-7), beta=(1e-9, 2e-9))
 ALL = autopar.ShardParallel(MESH, options=autopar.ShardingOptions(remat="all"))
@@ -223,3 +224,28 @@ def test_plan_of_other_layers_is_refused() -> None:
     other = lambda p, x: train_step(p, x, lambda p, x: loss_fn(p, x, own))  # noqa: E731
     with pytest.raises(PlanError, match="the traced programs differ"):
         autopar.parallelize(other, method=plan)(PARAMS, X)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("share", "names"), [(0.7, {"in part"}), (0.6, {"", "in part"})])
+def test_scores_are_recomputed_before_whole_layers(
+    tmp_path: Path, share: float, names: set[str]
+) -> None:
+    """Attention's scores are most of the memory and little of the work. A saved plan recomputes the
+    same."""
+    state, rows = part_model.params_of(), array(16, part_model.LENGTH, part_model.WIDTH)
+    step = lambda params, x: train_step(params, x, scores_loss)  # noqa: E731
+    plain = autopar.parallelize(step, method=autopar.ShardParallel((8,))).plan(state, rows)
+    options = autopar.ShardingOptions(memory_budget_bytes=int(share * plain.estimated_peak_bytes))
+    run = check(step, state, rows, autopar.ShardParallel((8,), options=options))
+    plan = run.last_executable.plan
+    assert {name[len("layer 0 ") :] for name in plan.remat} == names
+    plan.save(tmp_path / "plan.json")
+    loaded = ParallelPlan.load(tmp_path / "plan.json")
+    assert check(step, state, rows, loaded).last_executable.plan.remat == plan.remat
+
+
+def scores_loss(params: Any, x: Any) -> Any:
+    for own in params:
+        x = part_model.attention(x, own)
+    return (x**2).mean()

@@ -58,6 +58,13 @@ def by_mean_of_layers(w: Array, moment: Array, grad: Array) -> tuple[Array, Arra
     return w - 0.1 * grad / jnp.sqrt(moment) * jnp.arange(WIDTH, dtype=jnp.float32), moment
 
 
+def by_rates(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
+    """A factor per layer: JAX multiplies arrays of a size with those of size one."""
+    moment = 0.9 * moment + grad
+    rates = 0.5 ** jnp.arange(LAYERS, dtype=jnp.float32)
+    return w - 0.1 * moment * rates.reshape(-1, 1, 1), moment
+
+
 def sorted_layers(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
     moment = jnp.sort(moment + grad, axis=0)
     return w - 0.1 * moment, moment
@@ -120,7 +127,7 @@ def joined(split: SplitStep, results: list[Any]) -> list[Any]:
     return [own[0] if len(own) == 1 else jnp.concatenate(own) for own in parts.values()]
 
 
-@pytest.mark.parametrize("update", [plain, by_norm, by_mean_of_layers, sorted_layers])
+@pytest.mark.parametrize("update", [plain, by_norm, by_mean_of_layers, by_rates, sorted_layers])
 def test_the_same_is_computed(update: Update) -> None:
     _, made, stage_of = split(update)
     state = {"m": MOMENT, "w": PARAMS}
@@ -134,8 +141,9 @@ def test_the_same_is_computed(update: Update) -> None:
     assert len(stages) == len(inside.program.equations[inside.loop].bodies[0].equations)
 
 
-def test_parameters_moments_and_results_are_split_alike() -> None:
-    step, made, _ = split(plain)
+@pytest.mark.parametrize("update", [plain, by_rates])
+def test_parameters_moments_and_results_are_split_alike(update: Update) -> None:
+    step, made, _ = split(update)
     halves = [(0, 2), (2, 4)]
     assert made.inputs == (
         (0, halves[0]),

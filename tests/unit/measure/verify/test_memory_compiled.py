@@ -159,3 +159,22 @@ def test_recomputation_that_waits_for_gradients_frees_memory(
     monkeypatch.setattr(step_source, "await_gradients", lambda step: step)
     _, eager = peaks(*arguments, "all")
     assert waiting < 0.7 * min(whole, eager)
+
+
+def test_layers_recomputed_in_part_free_memory() -> None:
+    """Attention's scores alone are recomputed, and XLA keeps them in no other place."""
+    step, state = trained(attentive), [(array(1024, 3072), array(1024, 1024))] * 6
+    batch = array(16, 1024, 1024)
+    _, whole = peaks(attentive, state, batch, 8, "none")
+    options = autopar.ShardingOptions(memory_budget_bytes=0.7 * whole)
+    plan = autopar.plan(
+        step,
+        state,
+        batch,
+        cluster=autopar.ClusterSpec(1, 8, "h100-sxm"),
+        method=autopar.ShardParallel((8,), options=options),
+    )
+    assert plan.remat and all(name.endswith("in part") for name in plan.remat)
+    found = autopar.verify(step, state, batch, plan=plan).peak_bytes
+    assert found < 0.75 * whole
+    assert plan.estimated_peak_bytes / found == pytest.approx(1.0, abs=0.15)
