@@ -123,7 +123,7 @@ def test_text_and_tables_say_the_figures(row: dict[str, Any]) -> None:
     assert "FSDP (ZeRO-3)" in text and "regret 100.0%" in text and "another program" in text
     tables = tables_of({"cases": {"gpt": row}})
     steps = tables["steps"].splitlines()[-1]
-    assert steps.split(" | ")[1:4] == ["3 + 2", "4000.0 ms on 8", "2000.0 ms on 8"]
+    assert steps.split(" | ")[1:4] == ["3 + 2", "4000.0 ms on 2×4", "2000.0 ms on 8"]
     assert "1000.0 ms, FSDP (ZeRO-3) | 4.00 | 2.00 | – | – |" in steps
     assert "| 0.50 | 100.0% |" in tables["predictions"]
     page = "a\n<!-- shared-gpu:steps -->\nold\n<!-- /shared-gpu:steps -->\nb\n"
