@@ -59,14 +59,14 @@ def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list
 def _first_needed(graph: Graph, made: set[int], made_backward: set[int]) -> dict[int, int]:
     """When equations of the backward program alone first need a value, also through those that it
     computes again. `made`: by the forward program; `made_backward`: by the backward one."""
+    only_forward, only_backward = made - made_backward, made_backward - made
     first: dict[int, int] = {}
     for index in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[index]
-        results = set(node.results)
-        if node.kind is NodeKind.MERGE or results & made - made_backward:
+        if node.kind is NodeKind.MERGE or not only_forward.isdisjoint(node.results):
             continue
-        needed = [first[v] for v in results if v in first]
-        if results & made_backward - made:
+        needed = [first[v] for v in node.results if v in first]
+        if not only_backward.isdisjoint(node.results):
             needed.append(graph.liveness.times[index])
         for value in node.operands if needed else ():
             first[value] = min(first.get(value, min(needed)), min(needed))
