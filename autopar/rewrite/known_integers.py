@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.program import Constant, Equation, Operand, Program
@@ -40,8 +41,15 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
 def read_integer(operand: Operand, known: Known) -> np.ndarray | None:
     if not isinstance(operand, Constant):
         return known.get(operand)
-    value = np.asarray(operand.value) if np.shape(operand.value) == () else None
-    return value if value is not None and value.dtype.kind in "biu" else None
+    return as_integers(operand.value) if np.shape(operand.value) == () else None
+
+
+def as_integers(array: Any) -> np.ndarray | None:
+    """The array, if it is one of integers. NumPy does not know JAX's own types, such as those of
+    random keys."""
+    dtype = getattr(array, "dtype", type(array))
+    is_integer = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
+    return np.asarray(array) if is_integer else None
 
 
 def note_integers(equation: Equation, known: Known) -> None:

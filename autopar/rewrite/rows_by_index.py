@@ -22,7 +22,13 @@ from jax.core import ShapedArray
 from autopar import _jax
 from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.known_integers import Known, known_in_body, note_integers, read_integer
+from autopar.rewrite.known_integers import (
+    Known,
+    as_integers,
+    known_in_body,
+    note_integers,
+    read_integer,
+)
 from autopar.rewrite.program_writer import ProgramWriter, add
 from autopar.rewrite.prune_scans import pruned
 from autopar.rewrite.scan_remat import plain_params, scan_parts
@@ -51,8 +57,9 @@ class _Body:
         self.program, self.avals = program, avals
         self.known, self.zeros = dict(known), set(zeros)
         for value, array in program.captured:
-            if np.ndim(array) <= 1 and np.asarray(array).dtype.kind in "iu":
-                self.known[value] = np.asarray(array)
+            integers = as_integers(array) if np.ndim(array) <= 1 else None
+            if integers is not None:
+                self.known[value] = integers
 
     def rewritten(self) -> Program:
         equations, is_changed = [], False

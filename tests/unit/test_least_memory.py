@@ -81,7 +81,7 @@ def test_chosen_where_nothing_else_fits(peaks, tmp_path) -> None:
 
 def test_not_chosen_where_the_default_fits(peaks) -> None:
     plan = plan_of(memory_budget_bytes=1.1 * peaks[1])
-    assert plan.xla_options is None
+    assert LATENCY_HIDING not in dict(plan.xla_options or ())
     assert not plan.warnings
 
 

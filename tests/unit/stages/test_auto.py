@@ -473,7 +473,8 @@ def test_micro_batches_that_another_number_shows_to_be_too_large_are_not_tried(
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
 
     source = StepSource.of(train_step, (weights, {"x": rows}), {}, StepOptions())
-    memory = memory_by_rows(build_graph(source.as_loop(8)), 8, HOSTS.num_devices)
+    graph = build_graph(replace(source.as_loop(8), is_stage=True))  # as tables of stages read it
+    memory = memory_by_rows(graph, 8, HOSTS.num_devices)
     options = autopar.ShardingOptions(memory_budget_bytes=memory.floor(4) * 1.5, remat=remat)
     task = auto_task.AutoTask(source, autopar.AutoParallel(options=options), HOSTS, PlanningLog())
     task.log.memory = memory

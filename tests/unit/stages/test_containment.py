@@ -15,7 +15,7 @@ import autopar
 from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
 from autopar.rewrite import step_source
-from autopar.sharding import plan_mesh, plan_whole
+from autopar.sharding import plan_mesh
 from autopar.stages import auto, auto_task, choose_stages, plan_pipeline, table_bench
 from autopar.tracer import rules
 from examples.models import build
@@ -344,7 +344,7 @@ def test_a_scan_that_cannot_be_written_out_stays(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_layers_the_default_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (auto_task, plan_whole):
+    for module in (auto_task, step_source):
         Injected(monkeypatch, module, "find_layers", always)
     whole = plan(AutoParallel(), HOSTS)
     assert "ruled out recomputation: IndexError" in warning_of(whole)
