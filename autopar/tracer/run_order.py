@@ -111,7 +111,7 @@ def _lone_products(nodes: Sequence[Node], late: dict[int, int]) -> list[int]:
     barrier = [node.name == "optimization_barrier" for node in nodes]
     for index, time in late.items():
         if time < len(nodes) and barrier[time] and nodes[index].is_heavy:
-            while barrier[time - 1]:
+            while time and barrier[time - 1]:
                 time -= 1
             waited_for.setdefault(time, []).append(index)
     alone = [products[0] for products in waited_for.values() if len(products) == 1]
