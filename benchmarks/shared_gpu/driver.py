@@ -82,6 +82,8 @@ class Driver:
             "case_limit_s",
             "hang_limit_s",
             "device",
+            "platform",
+            "ranks_per_gpu",
         ):
             command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
         env = {}

@@ -4,7 +4,8 @@
 
 `profile` prices with the measured profile, `preset` with the device's data sheet (of a shared GPU,
 an equal share of it). Both choose a plan; ten or more others are known methods, the best plans of
-other meshes, and random ones. Each model is planned in a process of its own, on the CPU.
+other meshes, and random ones. The preset's choice has a twin that merges collectives by XLA's own
+sizes. Each model is planned in a process of its own, on the CPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from examples.models import Example
 from .cases import CASES
 
 NUM_RANKS = 8
+DEFAULT = "preset"  # in `chosen_by`: what autopar takes by default
+MERGED_BY_XLA = "preset, XLA's merging"
 _USED_MEMORY = 0.9  # of a share of the GPU, as `autopar launch` gives it to a rank
 _GRACE_S = 60.0  # beyond the time limit, for the plan that is being made then
 
@@ -47,7 +50,7 @@ def clusters_of(
     if measured is not None and measured.usable_memory_bytes is not None:
         memory_bytes = min(memory_bytes, measured.usable_memory_bytes)
     size: dict[str, Any] = {"memory_bytes": memory_bytes}
-    found = {"preset": autopar.ClusterSpec(1, num_ranks, preset, **size)}
+    found = {DEFAULT: autopar.ClusterSpec(1, num_ranks, preset, **size)}
     if measured is not None:
         found["profile"] = autopar.ClusterSpec(1, num_ranks, device, profile=measured, **size)
     return found
@@ -66,6 +69,7 @@ def plan_case(
     cluster = list(clusters.values())[-1]
     plans = quick_plans_of(example, clusters, num_plans, meshes_of(cluster), limit_s)
     rows = [plan_row(chosen_by, planned, clusters) for chosen_by, planned in plans]
+    rows += [merged_by_xla(row) for row in rows if DEFAULT in row["chosen_by"]]
     for number, row in enumerate(rows):
         row["name"] = f"autopar {number}"
     experts = families_in_turns(plain_experts(example, cluster.num_devices))[:num_experts]
@@ -98,6 +102,12 @@ def plan_row(
         "predicted_bytes": plan.estimated_peak_bytes,
         "plan": json.loads(plan.to_json()),
     }
+
+
+def merged_by_xla(row: dict[str, Any]) -> dict[str, Any]:
+    """The same plan without the sizes up to which it has XLA merge collectives."""
+    plan = {**row["plan"], "xla_options": {}}
+    return {**row, "chosen_by": [MERGED_BY_XLA], "plan": plan}
 
 
 def pipeline_search(example: Example, cluster: autopar.ClusterSpec) -> dict[str, Any]:

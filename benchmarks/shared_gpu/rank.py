@@ -23,7 +23,10 @@ from typing import Any
 
 import jax
 
+import autopar
+from autopar.ir.devices import preset_or_share
 from autopar.ir.files import write_whole
+from autopar.measure.judge import judge
 from benchmarks.interleaved import Runner, sample_in_turns
 from examples.models import Example
 
@@ -93,7 +96,7 @@ class Rank:
             facts[key] |= {
                 "samples": runner.samples,
                 "num_steps": runner.num_steps,
-                "compile_s": compiled_seconds(files[key]),
+                **of_compiled(files[key]),
             }
         marks = list(seconds)
         phases = {b: seconds[b] - seconds[a] for a, b in itertools.pairwise(marks)}
@@ -142,8 +145,18 @@ class Rank:
         except Exception as error:  # of XLA, of binding: a result
             return f"{type(error).__name__}: {error}"[:2000]
         save_compiled(path, compiled)
-        write_whole(path.with_suffix(".seconds"), str(time.monotonic() - started))
+        facts = {"compile_s": time.monotonic() - started, "judged": self._judged(compiled)}
+        write_whole(path.with_suffix(".json"), json.dumps(facts))
         return ""
+
+    def _judged(self, compiled: Any) -> dict[str, float] | None:
+        """What the judge reads from the scheduled program; XLA for CPUs schedules none."""
+        if self.options.platform == "cpu":
+            return None
+        device = preset_or_share(self.options.device, self.options.ranks_per_gpu)
+        cluster = autopar.ClusterSpec(1, self.group.size, device=device)
+        found = judge(compiled.as_text(), cluster)
+        return {"step_s": found.step_s, "compute_s": found.compute_s, "exposed_s": found.exposed_s}
 
     # -- running
 
@@ -220,9 +233,11 @@ def tasks_of(document: dict[str, Any]) -> list[dict[str, Any]]:
     return plans + [{**row, "results": tuple} for row in document["experts"]]
 
 
-def compiled_seconds(path: Path) -> float | None:
-    seconds = path.with_suffix(".seconds")
-    return float(seconds.read_text()) if seconds.exists() else None
+def of_compiled(path: Path) -> dict[str, Any]:
+    """What was found when the program was compiled."""
+    facts = path.with_suffix(".json")
+    nothing = {"compile_s": None, "judged": None}
+    return json.loads(facts.read_text()) if facts.exists() else nothing
 
 
 def result_file(folder: Path, name: str, rank: int) -> Path:

@@ -12,16 +12,22 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.measure.ranking import rank_correlation
 from autopar.runtime.timing import spread_of
 from benchmarks.accuracy_tables import summary
 from benchmarks.suite.tables import table_text
 
+from .plans import DEFAULT, MERGED_BY_XLA
+
 Row = dict[str, Any]
 # How autopar can choose besides the default -> the head of the column.
+JUDGE = "judge"  # in `chosen_by`: the plan whose compiled program is judged the fastest
 _OTHERS = {
     "profile": "by the profile",
     "preset, overlap": "overlap",
     "profile, overlap": "overlap, by the profile",
+    MERGED_BY_XLA: "XLA's merging",
+    JUDGE: "the judge's choice",
 }
 _MARKED = re.compile(r"(<!-- shared-gpu:([\w-]+) -->\n).*?(<!-- /shared-gpu:\2 -->)", re.DOTALL)
 
@@ -39,6 +45,9 @@ def case_row(label: str, planned: Row, measured: Sequence[Row], failed: dict[str
         for row in planned["experts"]
         if (found := program_row(row["name"], measured))
     ]
+    if judged := [one for one in plans if one.get("judged")]:
+        best = min(judged, key=lambda one: one["judged"]["step_s"])
+        best["chosen_by"] = [*best["chosen_by"], JUDGE]
     row = {
         "label": label,
         "profile": planned["profile"],
@@ -69,6 +78,7 @@ def program_row(name: str, measured: Sequence[Row]) -> Row | None:
         "xla_bytes": max(one["xla_bytes"] for one in found),
         "seen_bytes": max(seen, default=None),
         "compile_s": found[0]["compile_s"],
+        "judged": found[0]["judged"],
     }
 
 
@@ -82,6 +92,7 @@ def case_summary(row: Row) -> Row:
         found["loss_deviation"] = loss_deviation([one["losses"] for one in everything])
         seen = [one["xla_bytes"] / one["seen_bytes"] for one in everything if one["seen_bytes"]]
         found["xla_over_seen"] = statistics.median(seen) if seen else None
+        found["judge"] = judge_summary(everything)
         best = min(experts, key=lambda one: one["step_s"], default=None)
         found["best_expert"] = None if best is None else best["name"]
         for name, errors in found.get("by", {}).items():
@@ -90,6 +101,22 @@ def case_summary(row: Row) -> Row:
             errors["over_fastest"] = ours and ours["step_s"] / fastest
             errors["over_best_expert"] = ours and best and ours["step_s"] / best["step_s"]
     return found
+
+
+def judge_summary(rows: Sequence[Row]) -> Row | None:
+    """The judge's step over the measured one, and its order of all programs."""
+    judged = [one for one in rows if one.get("judged")]
+    if not judged:
+        return None
+    ratios = [one["judged"]["step_s"] / one["step_s"] for one in judged]
+    return {
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "rank_correlation": rank_correlation(
+            [one["judged"]["step_s"] for one in judged], [one["step_s"] for one in judged]
+        ),
+    }
 
 
 def chosen_by(row: Row, name: str) -> Row | None:
@@ -130,6 +157,11 @@ def line_of(name: str, row: Row) -> str:
             f"{_percent(errors['regret'])}, over the best expert "
             f"{_ratio(errors['over_best_expert'])}, predicted / measured {errors['ratio']:.2f}"
         )
+    if judge := figures.get("judge"):
+        lines.append(
+            f"  judge: rank correlation {judge['rank_correlation']:.2f}, judged / measured "
+            f"{judge['lowest']:.2f} to {judge['highest']:.2f}"
+        )
     if "loss_deviation" in figures:
         lines.append(f"  losses differ by {figures['loss_deviation']:.1e}")
     seconds = ", ".join(f"{phase} {s:.0f} s" for phase, s in row["phases_s"].items())
@@ -150,30 +182,31 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 
 def _steps_line(row: Row) -> list[str]:
-    ours, plans = chosen_by(row, "preset"), row["plans"]
+    ours, plans = chosen_by(row, DEFAULT), row["plans"]
     best = row["experts"][0] if row["experts"] else None
     return [
         row["label"],
         f"{len(plans)} + {len(row['experts'])}",
         "did not run" if ours is None else _step(ours) + _mesh(ours),
         _step(plans[0]) + _mesh(plans[0]),
-        _percent(row["summary"]["by"]["preset"]["regret"]),
+        _percent(row["summary"]["by"][DEFAULT]["regret"]),
         "–" if best is None else f"{_step(best)}, {best['name']}",
-        *(_over(chosen_by(row, name), best) for name in ("preset", *_OTHERS)),
+        *(_over(chosen_by(row, name), best) for name in (DEFAULT, *_OTHERS)),
     ]
 
 
 def predictions_table(rows: Sequence[Row]) -> str:
     heads = (
         "model", "predicted / measured", "rank correlation", "by preset", "regret by preset",
-        "memory, predicted / XLA", "XLA / seen", "losses differ by",
+        "judged / measured", "rank correlation of the judge", "memory, predicted / XLA",
+        "XLA / seen", "losses differ by",
     )  # fmt: skip
     return table_text(heads, [_predictions_line(row) for row in rows])
 
 
 def _predictions_line(row: Row) -> list[str]:
     figures = row["summary"]
-    errors, preset = figures["by"][_judge(row)], figures["by"]["preset"]
+    errors, preset = figures["by"][_judge(row)], figures["by"][DEFAULT]
     low, middle, high = figures["memory_ratio"]
     seen = figures["xla_over_seen"]
     return [
@@ -182,10 +215,18 @@ def _predictions_line(row: Row) -> list[str]:
         f"{errors['rank_correlation']:.2f}",
         f"{preset['rank_correlation']:.2f}",
         _percent(preset["regret"]),
+        *_judge_cells(figures.get("judge")),
         f"{middle:.2f} ({low:.2f} to {high:.2f})",
         "–" if seen is None else f"{seen:.2f}",
         f"{figures['loss_deviation']:.0e}",
     ]
+
+
+def _judge_cells(judge: Row | None) -> tuple[str, str]:
+    if judge is None:
+        return "–", "–"
+    span = f"{judge['ratio']:.2f} ({judge['lowest']:.2f} to {judge['highest']:.2f})"
+    return span, f"{judge['rank_correlation']:.2f}"
 
 
 def with_tables(text: str, tables: dict[str, str]) -> str:
@@ -195,7 +236,7 @@ def with_tables(text: str, tables: dict[str, str]) -> str:
 
 def _judge(row: Row) -> str:
     """The cost model whose predictions are shown: the profile, if there was one."""
-    return "profile" if "profile" in row["summary"]["by"] else "preset"
+    return "profile" if "profile" in row["summary"]["by"] else DEFAULT
 
 
 def _over(ours: Row | None, best: Row | None) -> str:

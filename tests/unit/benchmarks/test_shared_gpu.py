@@ -15,9 +15,22 @@ from benchmarks.shared_gpu.__main__ import MODELS
 from benchmarks.shared_gpu.cases import CASES
 from benchmarks.shared_gpu.driver import Driver, failure_of
 from benchmarks.shared_gpu.group import HANG_CODE, progress_file
-from benchmarks.shared_gpu.plans import clusters_of, meshes_of, plan_file
+from benchmarks.shared_gpu.plans import (
+    MERGED_BY_XLA,
+    clusters_of,
+    merged_by_xla,
+    meshes_of,
+    plan_file,
+)
 from benchmarks.shared_gpu.rank import result_file, tasks_of
-from benchmarks.shared_gpu.tables import case_row, line_of, loss_deviation, tables_of, with_tables
+from benchmarks.shared_gpu.tables import (
+    JUDGE,
+    case_row,
+    line_of,
+    loss_deviation,
+    tables_of,
+    with_tables,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "shared_gpu_h200.json"
@@ -70,6 +83,7 @@ def of_rank(slower: float = 1.0) -> dict[str, Any]:
             "xla_bytes": 100,
             "seen_bytes": 125,
             "compile_s": 1.5,
+            "judged": {"step_s": 2 * step_s} if name.startswith("autopar") else None,
         }
         for name, step_s in steps.items()
     }
@@ -103,6 +117,33 @@ def test_regret_and_the_best_expert(row: dict[str, Any]) -> None:
     assert (profile["over_best_expert"], preset["over_best_expert"]) == (2.0, 4.0)
     assert profile["over_fastest"] == 2.0
     assert found["memory_ratio"] == [0.9, 0.9, 0.9] and found["xla_over_seen"] == 0.8
+
+
+def test_the_judge_chooses_among_the_plans_that_ran(row: dict[str, Any]) -> None:
+    assert [one["name"] for one in row["plans"] if JUDGE in one["chosen_by"]] == ["autopar 0"]
+    assert row["summary"]["judge"] == {
+        "ratio": 1.0,
+        "lowest": 1.0,
+        "highest": 1.0,
+        "rank_correlation": pytest.approx(1),
+    }
+
+
+def test_programs_that_the_judge_cannot_read_have_no_judge() -> None:
+    measured = of_rank()
+    for program in measured["programs"].values():
+        program["judged"] = None
+    row = case_row("GPT", PLANNED, [measured], {})
+    assert row["summary"]["judge"] is None
+    assert not any(JUDGE in one["chosen_by"] for one in row["plans"])
+
+
+def test_the_default_plan_has_a_twin_with_xlas_merging() -> None:
+    planned = plan("", [8], 2.0, 4.0, ["preset", "profile"])
+    planned["plan"]["xla_options"] = {"xla_gpu_all_gather_combine_threshold_bytes": 2**20}
+    twin = merged_by_xla(planned)
+    assert twin["chosen_by"] == [MERGED_BY_XLA] and twin["plan"]["xla_options"] == {}
+    assert planned["plan"]["xla_options"] and twin["predicted"] == planned["predicted"]
 
 
 def test_losses_are_compared_step_by_step() -> None:
