@@ -5,8 +5,8 @@
 Both sides start from cleared caches each time and alternate; the ratio is that of the smallest
 times, in seconds of this process's processors, since other work on the machine would stretch the
 clock's. `--only NAME` selects rows. The last rows compare the solver's time (costs, reductions,
-ILP; no tracing) at 96 and 12 layers, with room for all activations, and with every layer recomputed:
-a search that must first find out which layers to recompute is another one.
+ILP; no tracing) at 96 and 12 layers, with room for all activations, and with every layer
+recomputed: a search that must first find out which layers to recompute is another one.
 """
 
 from __future__ import annotations
@@ -135,10 +135,11 @@ def main() -> None:
     depth = depth_rows(arguments.repeats) if arguments.only in (None, "depth") else []
     for shallow, deep in itertools.pairwise(depth):
         if shallow["remat"] == deep["remat"]:
+            ratio = deep["solve_s"] / shallow["solve_s"]
             print(
                 f"recomputing {deep['remat']}: solve at {deep['layers']} layers "
                 f"{deep['solve_s']:.2f} s over {shallow['layers']} layers "
-                f"{shallow['solve_s']:.2f} s = {deep['solve_s'] / shallow['solve_s']:.2f} (aim ≤ 1.3)"
+                f"{shallow['solve_s']:.2f} s = {ratio:.2f} (aim ≤ 1.3)"
             )
     about = {"jax": jax.__version__, "cores": os.cpu_count()}
     write_json(arguments.json, {**about, "rows": results, "depth": depth})
