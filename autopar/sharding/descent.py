@@ -14,22 +14,17 @@ conditional modes, Besag 1986). The total falls with every change, so this ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import pairwise
 
 import numpy as np
 
-from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, largest_allowed
+from autopar.sharding.flat_tables import FlatTables, first_smallest, smallest_of
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 _MAX_PASSES = 30  # forward and backward
 _PASSES_PER_CHOICE = 5
 _MAX_SWEEPS = 1000
-
-
-# Of a node's edge: its table, by the neighbour's strategies, what was moved there by the neighbour,
-# room for their sum, and what was moved by the node.
-_Edge = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -57,110 +52,158 @@ def descend(
     return Descent(choice, bound)
 
 
+@dataclass(frozen=True, eq=False)
+class _LevelStep:
+    """The nodes of a level in one direction of a pass. Numbers of strategies count from the first
+    of the level."""
+
+    strategies: slice
+    rows: slice  # of edges that they collect from
+    order: np.ndarray | None  # of those rows, in which they are added up, if it is another
+    places: np.ndarray  # all strategies, then of each row the one to which it is added
+    target_rows: slice  # of edges that they distribute over
+    target_places: np.ndarray
+    num_targets: np.ndarray  # by strategy
+    num_shares: np.ndarray
+
+
 class Moved:
     """The problem's tables, with costs moved between them.
 
     An edge's table never changes but by a vector along each of its sides, so these are kept beside
-    it: moved(u, v) = table(u, v) + moved_by[u][v][:, None] + moved_by[v][u][None, :].
+    it: moved(u, v) = table(u, v) + moved_by(u, v)[:, None] + moved_by(v, u)[None, :]. All of them
+    are one vector here (`FlatTables`), and a level of nodes is passed on at once.
     """
 
     def __init__(self, problem: PairwiseProblem, order: list[int]) -> None:
         self.constant = problem.constant
         self.order = order
+        self.flat = flat = FlatTables(problem, order)
+        costs, tables = flat.costs(problem), flat.tables(problem)
         # Forbidden entries cost more than any allowed choice, yet leave digits for the rest.
-        tables = [*problem.costs.values()]
-        tables += [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
-        largest = list(map(largest_allowed, tables))
+        largest = flat.largest_allowed(costs, tables)
         ceiling = 10 * sum(largest) + 1.0 * (max(largest, default=0.0) == 0.0)
-        self.costs = {u: np.minimum(c, ceiling) for u, c in problem.costs.items()}
-        # Both ways round, each by rows: the smallest of every column is soon found.
-        self.tables: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
-        self.moved_by: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
-        for u, row in problem.edges.items():
-            for v, matrix in row.items():
-                self.tables[u][v] = np.minimum(matrix, ceiling, order="C")
-                self.moved_by[u][v] = np.zeros(len(matrix))
-        shapes = {m.shape for row in self.tables.values() for m in row.values()}
-        room = np.empty(max((prod(shape) for shape in shapes), default=0))
-        rooms = {shape: room[: prod(shape)].reshape(shape) for shape in shapes}
-        # Of every edge, what passes read and write, found once: a step of theirs is short.
-        self._edges: dict[int, dict[int, _Edge]] = {
-            u: {v: self._edge(u, v, rooms) for v in row} for u, row in self.tables.items()
-        }
-        place = {u: i for i, u in enumerate(order)}
-        self._before: dict[int, list[_Edge]] = {u: [] for u in order}
-        self._after: dict[int, list[_Edge]] = {u: [] for u in order}
-        for u, row in self._edges.items():
-            for v, edge in row.items():
-                (self._before if place[v] < place[u] else self._after)[u].append(edge)
+        self.costs, self.tables = np.minimum(costs, ceiling), np.minimum(tables, ceiling)
+        self.moved_by = np.zeros(len(self.flat.row_edge))
+        self._first: list[_LevelStep] = []
+        self._forward: list[_LevelStep] = []
+        self._backward: list[_LevelStep] = []
+        self._find_steps()
         self._is_first = True
 
-    def _edge(self, u: int, v: int, rooms: dict[tuple[int, ...], np.ndarray]) -> _Edge:
-        table = self.tables[v][u]
-        return table, self.moved_by[v][u][:, None], rooms[table.shape], self.moved_by[u][v]
+    def _find_steps(self) -> None:
+        """Of the first way forward, of the later ones, and of the way back."""
+        flat = self.flat
+        for level, (low, high) in enumerate(pairwise(flat.level_node)):
+            start, middle, end = flat.half_edge[2 * level : 2 * level + 3]
+            nodes, before, after = slice(low, high), slice(start, middle), slice(middle, end)
+            self._first.append(self._step(nodes, slice(start, end), after, flat.num_after))
+            self._forward.append(self._step(nodes, before, after, flat.num_after))
+            self._backward.insert(0, self._step(nodes, after, before, flat.num_before))
+
+    def _step(
+        self, nodes: slice, sources: slice, targets: slice, num_targets: np.ndarray
+    ) -> _LevelStep:
+        flat = self.flat
+        start, end = int(flat.node_strategy[nodes.start]), int(flat.node_strategy[nodes.stop])
+        rows, target_rows = flat.rows(sources), flat.rows(targets)
+        order, places = None, flat.row_strategy[rows] - start
+        if sources.start < targets.start < sources.stop:  # two kinds of edges, one after the other
+            order = np.argsort(flat.among[flat.row_edge[rows]], kind="stable")
+            places = places[order]
+        to, around = num_targets[nodes], (flat.num_before + flat.num_after)[nodes]
+        sizes = np.diff(flat.node_strategy[nodes.start : nodes.stop + 1])
+        return _LevelStep(
+            slice(start, end),
+            rows,
+            order,
+            np.concatenate((np.arange(end - start), places)),
+            target_rows,
+            flat.row_strategy[target_rows] - start,
+            np.repeat(to, sizes),
+            np.repeat(np.maximum(np.maximum(to, around - to), 1), sizes),
+        )
 
     def problem(self, original: PairwiseProblem) -> PairwiseProblem:
         """The original with moved costs: the cost of every choice is unchanged."""
+        flat = self.flat
+        by_node = np.split(self.costs, flat.node_strategy[1:-1])
         costs = {
-            u: np.where(original.costs[u] >= FORBIDDEN / 2, FORBIDDEN, cost)
-            for u, cost in self.costs.items()
+            u: np.where(cost >= FORBIDDEN / 2, FORBIDDEN, by_node[flat.number[u]])
+            for u, cost in original.costs.items()
         }
         moved = PairwiseProblem(costs, {}, self.constant)
         for u, row in original.edges.items():
             for v, matrix in row.items():
                 if u < v:
-                    table = self.tables[u][v] + self.moved_by[u][v][:, None]
-                    table += self.moved_by[v][u]
+                    table = flat.table_of(u, v, self.tables) + self._by(u, v)[:, None]
+                    table += self._by(v, u)
                     moved.add_edge(u, v, np.where(matrix >= FORBIDDEN / 2, FORBIDDEN, table))
         return moved
 
+    def _by(self, u: int, v: int) -> np.ndarray:
+        """What u moved to its edge to v, by its strategies."""
+        return self.moved_by[self.flat.rows_of(u, v)]
+
     def lower_bound(self) -> float:
-        smallest = [float(cost.min()) for cost in self.costs.values()]
-        for u, row in self.tables.items():
-            smallest += [float(self._smallest(v, u).min()) for v in row if u < v]
+        smallest = self.flat.by_node(self.costs) + self.flat.by_edge(self._smallest())
         return self.constant + sum(smallest)
 
     def pass_forward_and_back(self) -> None:
         """Each node collects from its edges and distributes, in order and in reverse order. Edges
         to nodes still to come have nothing new for it, except at the very first."""
-        for u in self.order:
-            is_first, edges = self._is_first, self._edges[u]
-            self._pass_on(u, edges.values() if is_first else self._before[u], self._after[u])
+        for step in self._first if self._is_first else self._forward:
+            self._pass_on(step)
         self._is_first = False
-        for u in reversed(self.order):
-            self._pass_on(u, self._after[u], self._before[u])
+        for step in self._backward:
+            self._pass_on(step)
 
-    def _pass_on(self, u: int, sources: Iterable[_Edge], targets: Sequence[_Edge]) -> None:
-        collected = self.costs[u]
-        for table, theirs, room, ours in sources:
-            np.add(table, theirs, room)
-            demanded = np.minimum.reduce(room, 0)
-            demanded += ours
-            ours -= demanded
-            collected = collected + demanded
-        num_targets = len(targets)
-        share = collected / max(num_targets, len(self._edges[u]) - num_targets, 1)
-        for _, _, _, ours in targets:
-            ours += share
-        self.costs[u] = collected - share * num_targets
+    def _pass_on(self, step: _LevelStep) -> None:
+        collected = self.costs[step.strategies]
+        if step.rows.start < step.rows.stop:
+            demanded = self._smallest(step.rows)
+            self.moved_by[step.rows] -= demanded
+            collected = _added(collected, demanded, step)
+        share = collected / step.num_shares
+        self.moved_by[step.target_rows] += share[step.target_places]
+        self.costs[step.strategies] = collected - share * step.num_targets
 
-    def _smallest(self, v: int, u: int) -> np.ndarray:
-        """For every strategy of u, the smallest entry of its edge to v."""
-        table, theirs, room, ours = self._edges[u][v]
-        np.add(table, theirs, room)
-        return np.minimum.reduce(room, 0) + ours
+    def _smallest(self, rows: slice | None = None) -> np.ndarray:
+        """The smallest entry of every row."""
+        flat = self.flat
+        if rows is None:
+            rows = slice(0, len(self.moved_by))
+        starts = flat.row_entry[rows.start : rows.stop + 1]
+        entries = slice(starts[0], starts[-1])
+        moved = self.moved_by.take(flat.theirs[entries], mode="clip")  # the fastest
+        moved += self.tables[entries]
+        return smallest_of(moved, starts - starts[0]) + self.moved_by[rows]
 
     def greedy_choice(self) -> dict[int, int]:
-        choice: dict[int, int] = {}
-        for u in self.order:
-            cost = self.costs[u]
-            for v in self.tables[u]:
-                if v in choice:
-                    cost = cost + (self.tables[v][u][choice[v]] + self.moved_by[u][v])
-                else:  # at best, if the neighbour has not chosen yet
-                    cost = cost + self._smallest(v, u)
-            choice[u] = int(np.argmin(cost))
-        return choice
+        """Of every node, in order, the cheapest strategy given those chosen before."""
+        flat = self.flat
+        chosen = np.zeros(len(flat.nodes), np.intp)
+        cost = self._smallest()  # at best, if the neighbour has not chosen yet
+        for level, step in enumerate(self._first):
+            start, middle = flat.half_edge[2 * level : 2 * level + 2]
+            before = flat.rows(slice(start, middle))
+            entries = flat.row_entry[before] + chosen[flat.others[flat.row_edge[before]]]
+            cost[before] = self.tables[entries] + self.moved_by[before]
+            total = self.costs[step.strategies]
+            if step.rows.start < step.rows.stop:
+                total = _added(total, cost[step.rows], step)
+            nodes = slice(flat.level_node[level], flat.level_node[level + 1])
+            starts = flat.node_strategy[nodes.start : nodes.stop + 1] - step.strategies.start
+            chosen[nodes] = first_smallest(total, starts)
+        by_node = dict(zip(flat.nodes, chosen.tolist(), strict=True))
+        return {u: by_node[u] for u in self.order}
+
+
+def _added(costs: np.ndarray, rows: np.ndarray, step: _LevelStep) -> np.ndarray:
+    """Costs by strategy, and what is in the rows of each, added up one after the other."""
+    return np.bincount(
+        step.places, np.concatenate((costs, rows if step.order is None else rows[step.order]))
+    )
 
 
 def settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:

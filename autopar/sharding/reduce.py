@@ -14,7 +14,7 @@ On series-parallel graphs nothing is left. These are the PBQP reductions of regi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,10 +104,7 @@ def reduce_problem(problem: PairwiseProblem, spared: Collection[int] = ()) -> Re
     kept = {u: np.arange(len(c)) for u, c in problem.costs.items()}
     tolerance = _ROUNDING * _largest_cost(problem)
     reduction = Reduction(problem, kept, [], tolerance, frozenset(spared), set(problem.costs))
-    for u in list(problem.edges):
-        for v in list(problem.edges[u]):
-            if u < v:
-                _normalise(problem, u, v, tolerance)
+    _normalise_all(problem, tolerance)
     changed = set(problem.costs)
     while changed:
         _eliminate_low_degree(reduction, changed)
@@ -135,17 +132,38 @@ def restrict(problem: PairwiseProblem, kept: Mapping[int, np.ndarray]) -> Pairwi
 
 
 def _largest_cost(problem: PairwiseProblem) -> float:
-    tables = list(problem.costs.values())
-    tables += [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
-    return max(map(largest_allowed, tables), default=0.0)
-
-
-def largest_allowed(table: np.ndarray) -> float:
     """The largest entry that is not forbidden; 0 if there is none above."""
-    largest = float(np.maximum.reduce(table, axis=None, initial=0.0))
-    if largest < FORBIDDEN / 2:
-        return largest
-    return float(table.max(initial=0.0, where=table < FORBIDDEN / 2))
+    tables = list(problem.costs.values())
+    tables += [m.ravel("K") for u, row in problem.edges.items() for v, m in row.items() if u < v]
+    entries = np.concatenate([np.zeros(1), *tables])
+    return float(entries.max(initial=0.0, where=entries < FORBIDDEN / 2))
+
+
+def _normalise_all(problem: PairwiseProblem, tolerance: float) -> None:
+    """`_normalise` for every edge, those of a shape at once."""
+    edges = [(u, v) for u, row in problem.edges.items() for v in row if u < v]
+    of_shape: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for u, v in edges:
+        of_shape.setdefault(problem.edges[u][v].shape, []).append((u, v))
+    parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    for same in of_shape.values():
+        matrices = np.array([problem.edges[u][v] for u, v in same])
+        rows = matrices.min(axis=2)
+        matrices -= rows[:, :, None]
+        columns = np.minimum.reduce(matrices, axis=1)
+        matrices -= columns[:, None, :]
+        largest = np.maximum.reduce(matrices, axis=(1, 2), initial=0.0).tolist()
+        parts.update(zip(same, zip(rows, columns, strict=True), strict=True))
+        for (u, v), matrix, height in zip(same, matrices, largest, strict=True):
+            if height <= tolerance:
+                problem.remove_edge(u, v)
+            else:
+                problem.edges[u][v] = matrix
+                problem.edges[v][u] = matrix.T
+    for u, v in edges:  # in this order, since floating-point numbers are added up
+        rows, columns = parts[u, v]
+        problem.costs[u] = problem.costs[u] + rows
+        problem.costs[v] = problem.costs[v] + columns
 
 
 def _normalise(problem: PairwiseProblem, u: int, v: int, tolerance: float) -> bool:
@@ -214,16 +232,11 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
         if count == 1 or u in reduction.spared or u not in reduction.touched:
             continue
         reduction.touched.discard(u)
-        # gain[t, s]: the most that taking t instead of s can cost
-        gain = cost[:, None] - cost[None, :]
-        for matrix in problem.edges.get(u, {}).values():
-            gain = gain + _worst_difference(matrix)
-        beats = gain <= reduction.tolerance
-        np.fill_diagonal(beats, False)
-        if not beats.any():
+        beats = _beats(cost, list(problem.edges.get(u, {}).values()), reduction.tolerance)
+        if beats is None:
             continue
         alive = np.ones(count, dtype=bool)
-        for s in range(count):
+        for s in np.flatnonzero(beats.any(axis=0)).tolist():
             rivals = beats[:, s] & alive
             rivals[s] = False
             if rivals.any():
@@ -243,12 +256,21 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
     return changed
 
 
-def _worst_difference(matrix: np.ndarray) -> np.ndarray:
-    """D[t, s] = max over columns of matrix[t] − matrix[s]."""
-    rows, columns = matrix.shape
-    if rows * rows * columns <= 4_000_000:
-        return np.maximum.reduce(matrix[:, None, :] - matrix[None, :, :], axis=2)
-    worst = np.empty((rows, rows))
-    for t in range(rows):
-        worst[t] = (matrix[t][None, :] - matrix).max(axis=1)
-    return worst
+def _beats(cost: np.ndarray, matrices: Sequence[np.ndarray], tolerance: float) -> np.ndarray | None:
+    """B[t, s]: taking t instead of s never costs more, whatever the neighbours do; None if that is
+    so for no pair. Edges are normalised."""
+    # The most that taking t instead of s can cost is at least what it does where s costs nothing,
+    # as it does somewhere on every edge. That is soon found and rules out most pairs.
+    least = cost[:, None] - cost[None, :]
+    for matrix in matrices:
+        least += matrix.take(matrix.argmin(axis=1), axis=1)
+    beats = least <= tolerance
+    np.fill_diagonal(beats, False)
+    t, s = np.nonzero(beats)
+    if not len(t):
+        return None
+    gain = cost[t] - cost[s]
+    for matrix in matrices:
+        gain += np.maximum.reduce(matrix[t] - matrix[s], axis=1)
+    beats[t, s] = gain <= tolerance
+    return beats if beats.any() else None
