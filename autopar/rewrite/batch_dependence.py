@@ -8,6 +8,8 @@
                 uses n times its sum in place of the whole batch's
     NONLINEAR   another function of sums: each micro-batch computes its own, and their average
                 approximates the whole batch's
+    WHOLE       needs rows by their place (one row, a median, a queue's update), or what does:
+                computed once, after the loop, from all rows
 
 Shapes that differ between the two traces are ROWS; the rest follows from an equation's operands.
 """
@@ -34,17 +36,20 @@ class BatchDependence(Enum):
     SUM = "sum"
     AFFINE = "affine"
     NONLINEAR = "nonlinear"
+    WHOLE = "whole"
 
     __hash__ = object.__hash__  # Enum's own is Python code, and these are put into many sets
 
 
 ZERO, SAME, ROWS = BatchDependence.ZERO, BatchDependence.SAME, BatchDependence.ROWS
 SUM, AFFINE, NONLINEAR = BatchDependence.SUM, BatchDependence.AFFINE, BatchDependence.NONLINEAR
+WHOLE = BatchDependence.WHOLE
 
 # Reductions over rows, and how to combine those of micro-batches.
 COMBINED_BY = {
     "reduce_sum": "add",
     "dot_general": "add",
+    "ragged_dot_general": "add",
     "conv_general_dilated": "add",
     "scatter-add": "add",
     "scatter_add": "add",
@@ -74,8 +79,9 @@ def join(first: BatchDependence, second: BatchDependence) -> BatchDependence:
     if first is second:
         return first
     pair = {first, second}
-    if ROWS in pair:
-        return ROWS
+    for kind in (ROWS, WHOLE):
+        if kind in pair:
+            return kind
     for kind in (SUM, SAME):
         if pair == {ZERO, kind}:
             return kind
@@ -129,6 +135,8 @@ def result_dependence(
         kinds = _of_loop(equation, operands, shapes)
     elif equation.name == "optimization_barrier":
         kinds = tuple(operands)
+    elif _places_rows(equation, shapes):
+        raise picks_rows(equation)
     else:
         kinds = (_of_operation(equation, operands, shapes),) * len(equation.results)
     return tuple(
@@ -151,13 +159,29 @@ def _of_operation(
             return ROWS
         combined_by = COMBINED_BY.get(name)
         if combined_by is None:
-            raise picks_rows(equation)
+            return WHOLE
         if name in SCATTER_ADD and operands[0] not in (ZERO, SUM):
             return AFFINE if operands[0] in (SAME, AFFINE) else NONLINEAR
         return SUM if combined_by == "add" else NONLINEAR
+    if WHOLE in kinds:
+        return WHOLE
     if name == "convert_element_type" and _rounds(equation, shapes):
         return NONLINEAR
     return _of_function_of_sums(name, operands)
+
+
+def _places_rows(equation: Equation, shapes: RowShapes) -> bool:
+    """Whether it puts values at particular rows of its result, as the derivative of picking rows
+    does. A micro-batch would do so at rows of its own."""
+    name, operands = equation.name, equation.operands
+    if name not in ("pad", "dynamic_update_slice") and not name.startswith("scatter"):
+        return False
+    rows = shapes.dims(equation.results[0])
+    if name.startswith("scatter"):
+        chosen = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
+        return not set(rows).isdisjoint(chosen) and not shapes.has_rows(operands[1])
+    placed = operands[0] if name == "pad" else operands[1]
+    return not set(rows) <= set(shapes.dims(placed) if isinstance(placed, int) else ())
 
 
 def _rounds(equation: Equation, shapes: RowShapes) -> bool:
@@ -210,7 +234,7 @@ def _of_loop(
         ]
         joined = [_joined(kinds) for kinds in zip(*branches, strict=True)]
         if operands[0] not in (ZERO, SAME):
-            joined = [NONLINEAR if kind not in (ROWS,) else kind for kind in joined]
+            joined = [kind if kind in (ROWS, WHOLE) else NONLINEAR for kind in joined]
         return tuple(joined)
     carries, others = loop_dependence(equation, operands, shapes)
     return (*carries, *others)
@@ -267,13 +291,16 @@ def output_dependence(
     for equation in body.equations:
         operands = [operand_dependence(o, dependence) for o in equation.operands]
         kinds = result_dependence(equation, operands, shapes)
+        if WHOLE in kinds and ROWS in operands:  # the loop would run once more, for all rows
+            raise picks_rows(equation)
         dependence.update(zip(equation.results, kinds, strict=True))
     return tuple(operand_dependence(o, dependence) for o in body.outputs), dependence
 
 
 def picks_rows(equation: Equation) -> TraceError:
     return TraceError(
-        f"{equation.source_line}: {equation.name} takes particular rows out of the batch, or "
-        "compares rows by their place, which has no meaning for a micro-batch. Compute it from a "
-        "sum, mean or maximum over the batch, or outside of the step, or use num_micro_batches=1."
+        f"{equation.source_line}: {equation.name} takes or places particular rows of the batch, or "
+        "compares rows by their place, and other rows depend on it, which has no meaning for a "
+        "micro-batch. Compute it from a sum, mean or maximum over the batch, or outside of the "
+        "step, or use num_micro_batches=1."
     )

@@ -62,6 +62,16 @@ def zeros_like(value: jax.Array) -> jax.Array:
     return jnp.zeros_like(value)
 
 
+def mixes_rows(equation: Equation, shapes: RowShapes) -> bool:
+    """Whether it moves rows to other rows, or pairs them."""
+    along = equation.params.get(_ALONG.get(equation.name, ""), ())
+    along = along if isinstance(along, tuple) else (along,)
+    batch_dims = {d for r in equation.results for d in shapes.dims(r)}
+    pairs = any(len(shapes.dims(r)) > 1 for r in equation.results)
+    pairs = pairs and any(len(shapes.dims(v)) == 1 for v in equation.inputs)
+    return bool(batch_dims & set(along)) or pairs
+
+
 @dataclass
 class Notes:
     """Warnings for the plan, one per kind and line of the user's code."""
@@ -169,13 +179,7 @@ class Scope:
 
     def note_mixed_rows(self, equation: Equation) -> None:
         """Notes an op that moves rows to other rows, which it does within a micro-batch."""
-        shapes = self.micro_batches.shapes
-        along = equation.params.get(_ALONG.get(equation.name, ""), ())
-        along = along if isinstance(along, tuple) else (along,)
-        batch_dims = {d for r in equation.results for d in shapes.dims(r)}
-        pairs = any(len(shapes.dims(r)) > 1 for r in equation.results)
-        pairs = pairs and any(len(shapes.dims(v)) == 1 for v in equation.inputs)
-        if batch_dims & set(along) or pairs:
+        if mixes_rows(equation, self.micro_batches.shapes):
             self.micro_batches.notes.add(
                 "mixed",
                 equation,

@@ -4,7 +4,7 @@ It says which values have rows, which equations the prologue, the loop and the e
 which values the loop hands to the epilogue. The loop runs the equations that make or read rows. A
 value without rows that flows back into them *crosses* the batch. If it does not depend on a
 product, the prologue computes it, for the whole batch; otherwise the loop does, for each
-micro-batch.
+micro-batch. What needs rows by their place waits for the epilogue, to which the loop hands them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from autopar.rewrite.batch_dependence import (
     SAME,
     SCATTER_ADD,
     SUM,
+    WHOLE,
     ZERO,
     BatchDependence,
     operand_dependence,
+    picks_rows,
     result_dependence,
 )
-from autopar.rewrite.micro_batch_body import MicroBatches
+from autopar.rewrite.micro_batch_body import MicroBatches, mixes_rows
 from autopar.tracer.regions import BACKWARD, region_by_name
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY
 
@@ -72,14 +74,15 @@ class MicroBatchPlacement:
             self.hoisted |= crossing
             self.dependence = self.classify()
         self.row_order = self.find_row_order()
-        self.per_micro_batch = self.used_in_loop()
+        self.per_micro_batch = self.dependencies(self.crossings(self.pairs))
         self.late = self.reduced_late()
         self.accumulated: dict[int, None] = {}  # values that the loop hands to the epilogue
-        self.stacked: dict[int, None] = {}  # rows that are results of the step
+        self.stacked: dict[int, None] = {}  # rows that are results of the step, or picked from
         self.in_loop: set[int] = set()  # indices of pairs
         self.before: set[int] = set()
         self.after: set[int] = set()
         self.place()
+        self.check_crossings()
 
     # -- classification
 
@@ -136,8 +139,9 @@ class MicroBatchPlacement:
     def touches_rows(self, pair: Pair) -> bool:
         return any(self.dependence[v] is ROWS for v in (*pair.reads, *pair.results))
 
-    def crossings(self) -> set[int]:
-        return {v for p in self.pairs if self.touches_rows(p) for v in p.reads if self.is_sum(v)}
+    def crossings(self, pairs: Iterable[Pair]) -> set[int]:
+        """Values without rows that depend on the batch, and that pairs with rows read."""
+        return {v for p in pairs if self.touches_rows(p) for v in p.reads if self.is_sum(v)}
 
     def light_crossings(self) -> set[int]:
         """Crossing values that do not depend on a product."""
@@ -147,24 +151,33 @@ class MicroBatchPlacement:
             is_heavy = pair.part.name in _HEAVY and from_batch
             if is_heavy or any(v in heavy for v in pair.reads):
                 heavy.update(v for v in pair.results if v not in self.hoisted)
-        return {v for v in self.crossings() if v not in heavy}
+        return {v for v in self.crossings(self.pairs) if v not in heavy}
 
-    def used_in_loop(self) -> set[int]:
+    def dependencies(self, crossing: Iterable[int]) -> set[int]:
         """Values without rows that the loop computes for each micro-batch: crossing values and
         those that they depend on."""
         values: set[int] = set()
-        left = list(self.crossings())
+        left = list(crossing)
         while left:
             value = left.pop()
             if value in values:
                 continue
             values.add(value)
             pair = self.pairs[self.producer[value]]
-            if self.touches_rows(pair):
-                self.note_crossing(pair)
-            else:
+            if not self.touches_rows(pair):
                 left += [v for v in pair.reads if self.is_sum(v)]
         return values
+
+    def check_crossings(self) -> None:
+        """Notes, or refuses, what the loop has to compute for a micro-batch in place of the whole
+        batch."""
+        in_loop = [self.pairs[index] for index in sorted(self.in_loop)]
+        for value in self.dependencies(self.crossings(in_loop)):
+            pair = self.pairs[self.producer[value]]
+            if self.touches_rows(pair):
+                if self.dependence[value] is WHOLE:
+                    raise picks_rows(pair.part)
+                self.note_crossing(pair)
 
     def note_crossing(self, pair: Pair) -> None:
         self.micro_batches.notes.add(
@@ -267,7 +280,11 @@ class MicroBatchPlacement:
                 self.need_before([value])
                 continue
             pair = self.pairs[index]
-            if index in self.late or self.touches_rows(pair):
+            if self.dependence[value] is WHOLE:
+                self.after.add(index)
+                self.need_rows(pair)
+                left += [v for v in pair.reads if self.dependence[v] is not ROWS]
+            elif index in self.late or self.touches_rows(pair):
                 self.accumulated[value] = None
                 self.need_pair_in_loop(index)
                 if self.adds_to(pair, 0):
@@ -275,6 +292,50 @@ class MicroBatchPlacement:
             elif index not in self.after:
                 self.after.add(index)
                 left += pair.reads
+
+    def need_rows(self, pair: Pair) -> None:
+        """Requires the rows that a pair reads, all of them, in the epilogue. Rows whose places
+        count are made there."""
+        for value in pair.reads:
+            index = self.producer.get(value)
+            if self.dependence[value] is not ROWS or index is None:
+                continue
+            made_by = self.pairs[index]
+            if self.is_row_keys(made_by):
+                self.need_before([value])
+            elif index in self.by_place:
+                self.after.add(index)
+                self.need_rows(made_by)
+                self.need_after(v for v in made_by.reads if self.dependence[v] is not ROWS)
+            else:
+                if self.row_order[value] != 1 or len(self.micro_batches.shapes.dims(value)) > 1:
+                    raise picks_rows(pair.part)
+                self.stacked[value] = None
+                self.need_pair_in_loop(index)
+
+    @cached_property
+    def by_place(self) -> set[int]:
+        """Pairs that make rows which a micro-batch would make otherwise: of which the batch tells
+        the number alone (`jnp.arange`), in another order, or from what depends on all rows, up to
+        the next product."""
+        shapes, unread, moved, crossed = (
+            self.micro_batches.shapes,
+            set[int](),
+            set[int](),
+            set[int](),
+        )
+        for index, pair in enumerate(self.pairs):
+            made_by = [self.producer.get(v, -1) for v in pair.reads if self.dependence[v] is ROWS]
+            if pair.part.has_effect:
+                continue
+            if unread.issuperset(made_by):
+                unread.add(index)
+            if mixes_rows(pair.part, shapes) or not moved.isdisjoint(made_by):
+                moved.add(index)
+            meets_sum = any(map(self.is_sum, pair.reads)) or not crossed.isdisjoint(made_by)
+            if meets_sum and pair.part.name not in _HEAVY:
+                crossed.add(index)
+        return unread | moved | crossed
 
     def need_before(self, values: Iterable[int]) -> None:
         """Requires values in the prologue, of the whole batch where they depend on it."""

@@ -457,6 +457,34 @@ def test_rows_regrouped_by_the_user_are_noted():
     assert "far apart" in warning and "test_accumulate.py" in warning
 
 
+# -- rows by their place
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda rows: rows[0],
+        lambda rows: rows[-3:],
+        lambda rows: jnp.argmax(rows, axis=0),
+        lambda rows: jnp.median(rows),
+        lambda rows: jax.lax.top_k(jnp.sum(rows, axis=1), 4),
+        lambda rows: jnp.zeros((32, 5)).at[10 + jnp.arange(len(rows))].set(rows),
+        lambda rows: jax.lax.dynamic_update_slice(jnp.zeros((32, 5)), rows, (7, 0)),
+    ],
+    ids=["row", "rows", "argmax", "median", "largest", "scattered", "queue"],
+)
+def test_what_takes_rows_by_their_place_waits_for_all_rows(pick: Any):
+    def step(w: Any, x: Any) -> Any:
+        loss, slope = jax.value_and_grad(lambda w: jnp.mean(jnp.sin(x @ w) ** 2))(w)
+        return w - slope, loss, pick(jnp.sin(x @ w))
+
+    check_exact(step, W, X)
+
+
+def test_a_row_of_the_batch_that_all_rows_use_is_exact():
+    check_exact(sgd(lambda w, x: jnp.mean(jnp.sin((x - x[0]) @ w))), W, X)
+
+
 # -- errors
 
 
@@ -467,14 +495,25 @@ def test_rows_that_are_returned_out_of_order_are_an_error():
         accumulated(lambda w, x: jnp.sin((x @ w).T.reshape(-1)), W, X)
 
 
-def test_a_row_that_is_picked_is_an_error():
-    with pytest.raises(TraceError, match=r"test_accumulate\.py.*takes particular rows"):
-        accumulated(lambda w, x: (x @ w)[0], W, X)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: jnp.sum(jnp.sin(x @ w)[0]),
+        lambda w, x: jnp.sum((x @ w)[jnp.array([1, 5])] ** 2),
+        lambda w, x: jnp.sum(jax.lax.dynamic_index_in_dim(x @ w, 3)),
+        lambda w, x: jnp.mean(jax.lax.top_k(jnp.sum(x @ w, axis=1), 4)[0]),
+    ],
+    ids=["row", "rows", "dynamic", "largest"],
+)
+def test_gradients_of_picked_rows_are_an_error(loss: Any):
+    """Also where the loss is not returned: each micro-batch would have its own row 0."""
+    with pytest.raises(TraceError, match=r"test_accumulate\.py.*particular rows"):
+        accumulated(lambda w, x: w - jax.grad(loss)(w, x), W, X)
 
 
-def test_the_place_of_a_maximum_is_an_error():
-    with pytest.raises(TraceError, match="argmax takes particular rows"):
-        accumulated(lambda w, x: jnp.argmax(x @ w, axis=0), W, X)
+def test_a_picked_row_that_other_rows_use_is_an_error():
+    with pytest.raises(TraceError, match=r"test_accumulate\.py.*other rows depend on it"):
+        accumulated(lambda w, x: jnp.sum(jnp.sin(x @ w - (x @ w)[0])), W, X)
 
 
 def test_a_program_that_depends_on_the_batch_size_is_an_error():
