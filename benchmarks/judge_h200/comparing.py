@@ -17,7 +17,8 @@ import jax
 
 from autopar.measure.judge import judge
 from benchmarks.judge_h200.cases import Case, all_cases, example_cases
-from benchmarks.judge_h200.measuring import DEVICE, Kernels, file_of, kernels_of, plan_on_h200
+from benchmarks.judge_h200.measuring import DEVICE, file_of, plan_on_h200
+from benchmarks.step_profile import Kernels, kernels_of
 
 GIB = 2**30
 FIGURES = {"judged_s": "judge", "predicted_s": "planner"}

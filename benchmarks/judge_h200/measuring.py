@@ -12,7 +12,6 @@ import gzip
 import json
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ import autopar
 from autopar.runtime.timing import spread_of
 from benchmarks.judge_h200.cases import Case
 from benchmarks.one_gpu import memory_of
+from benchmarks.step_profile import profile_of
 
 DEVICE, PROFILE = "h200-sxm", "h200"
 NO_BUDGET_BYTES = 1e15
@@ -33,7 +33,6 @@ LEAST_ROUND_S = 0.15
 WARM_UP_S = 0.3
 NUM_ROUNDS = 7
 SIDE_BY_SIDE = 6
-Kernels = dict[str, tuple[int, float]]  # HLO instruction, or the kernel's name → runs, seconds
 
 
 @dataclass(frozen=True)
@@ -183,32 +182,6 @@ def _timed_row(one: Compiled) -> dict[str, Any]:
 
 
 def _profile(one: Compiled) -> bytes:
-    """One step as the profiler sees it. It is parsed later: some versions of the parser abort."""
     state, batch = jax.block_until_ready((one.make_state(), one.batch()))
     state, _ = jax.block_until_ready(one.step(state, *batch))
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 1
-    options.enable_hlo_proto = False  # the program is there already
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(one.step(state, *batch))
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        return path.read_bytes()
-
-
-def kernels_of(data: Any) -> Kernels:
-    """The kernels on a GPU's streams, of `jax.profiler.ProfileData`: by HLO instruction where the
-    profiler knows it, else by the kernel's own name. In command buffers that is the instruction's,
-    with underscores for dots."""
-    found: dict[str, list[float]] = {}
-    for plane in data.planes:
-        lines = plane.lines if plane.name.startswith("/device:GPU") else ()
-        for line in lines:
-            for event in line.events if line.name.startswith("Stream") else ():
-                name = str(dict(event.stats).get("hlo_op") or event.name)
-                name = event.name if name.startswith("command_buffer") else name
-                sums = found.setdefault(name, [0, 0.0])
-                sums[0] += 1
-                sums[1] += 1e-9 * event.duration_ns
-    return {name: (int(runs), seconds) for name, (runs, seconds) in found.items()}
+    return profile_of(lambda: one.step(state, *batch))

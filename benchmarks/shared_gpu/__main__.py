@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case-limit-s", type=float, default=30.0, help="of a model's rounds")
     parser.add_argument("--hang-limit-s", type=float, default=60.0, help="of some steps")
     parser.add_argument("--plan-limit-s", type=float, default=60.0, help="of a model's plans")
+    parser.add_argument("--kernels", action="store_true", help="profile a step of each program")
     parser.add_argument("--rewrite", metavar="TEXT", help="a page whose tables are replaced")
     parser.add_argument("--verbose", action="store_true", help="show what the ranks print")
     options = parser.parse_args()

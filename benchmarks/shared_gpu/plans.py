@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.ir.devices import DEVICES, share_of
 from autopar.ir.files import write_whole
 from autopar.ir.profile import find_profile
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import repriced
 from autopar.measure.enumerate_plans import strategies_in_words
 from benchmarks.accuracy_plans import quick_plans_of
@@ -69,7 +71,11 @@ def plan_case(
     cluster = list(clusters.values())[-1]
     plans = quick_plans_of(example, clusters, num_plans, meshes_of(cluster), limit_s)
     rows = [plan_row(chosen_by, planned, clusters) for chosen_by, planned in plans]
-    rows += [merged_by_xla(row) for row in rows if DEFAULT in row["chosen_by"]]
+    rows += [
+        plan_row([MERGED_BY_XLA], merged_by_xla(planned), clusters)
+        for chosen_by, planned in plans
+        if DEFAULT in chosen_by and planned.plan.xla_options
+    ]
     for number, row in enumerate(rows):
         row["name"] = f"autopar {number}"
     experts = families_in_turns(plain_experts(example, cluster.num_devices))[:num_experts]
@@ -88,7 +94,7 @@ def meshes_of(cluster: autopar.ClusterSpec) -> list[tuple[int, ...]]:
 
 
 def plan_row(
-    chosen_by: Sequence[str], planned: Any, clusters: dict[str, autopar.ClusterSpec]
+    chosen_by: Sequence[str], planned: PlannedStep, clusters: dict[str, autopar.ClusterSpec]
 ) -> dict[str, Any]:
     plan = planned.plan
     predicted = {name: figures(repriced(planned, c).plan) for name, c in clusters.items()}
@@ -104,10 +110,9 @@ def plan_row(
     }
 
 
-def merged_by_xla(row: dict[str, Any]) -> dict[str, Any]:
+def merged_by_xla(planned: PlannedStep) -> PlannedStep:
     """The same plan without the sizes up to which it has XLA merge collectives."""
-    plan = {**row["plan"], "xla_options": {}}
-    return {**row, "chosen_by": [MERGED_BY_XLA], "plan": plan}
+    return replace(planned, plan=replace(planned.plan, xla_options=None))
 
 
 def pipeline_search(example: Example, cluster: autopar.ClusterSpec) -> dict[str, Any]:

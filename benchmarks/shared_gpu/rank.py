@@ -13,6 +13,7 @@ it, by its watchdog at the latest; the driver starts the ranks again without tha
 from __future__ import annotations
 
 import gc
+import gzip
 import hashlib
 import itertools
 import json
@@ -28,6 +29,7 @@ from autopar.ir.devices import preset_or_share
 from autopar.ir.files import write_whole
 from autopar.measure.judge import judge
 from benchmarks.interleaved import Runner, sample_in_turns
+from benchmarks.step_profile import profile_of
 from examples.models import Example
 
 from .cases import CASES
@@ -92,6 +94,9 @@ class Rank:
         seconds["check"] = time.monotonic()
         runners = self._time(name, programs)
         seconds["time"] = time.monotonic()
+        if self.options.kernels:
+            self._profile(name, programs, files)
+            seconds["profile"] = time.monotonic()
         for key, runner in runners.items():
             facts[key] |= {
                 "samples": runner.samples,
@@ -145,6 +150,9 @@ class Rank:
         except Exception as error:  # of XLA, of binding: a result
             return f"{type(error).__name__}: {error}"[:2000]
         save_compiled(path, compiled)
+        if self.options.kernels:
+            text = gzip.compress(compiled.as_text().encode())
+            path.with_suffix(".hlo.gz").write_bytes(text)
         facts = {"compile_s": time.monotonic() - started, "judged": self._judged(compiled)}
         write_whole(path.with_suffix(".json"), json.dumps(facts))
         return ""
@@ -209,6 +217,18 @@ class Rank:
             slowest=self.group.slowest,
             max_steps=MAX_STEPS,
         )
+
+    def _profile(self, name: str, programs: list[Program], files: dict[str, Path]) -> None:
+        """A step of each program under the first rank's profiler, beside the compiled program."""
+        for program in programs:
+            self._watch(name, program.name, "profile", self.options.hang_limit_s)
+            program.begin()
+            if self.index == 0:
+                found = gzip.compress(profile_of(program.advance))
+                files[program.name].with_suffix(".xplane.gz").write_bytes(found)
+            else:
+                jax.block_until_ready(program.advance())
+            program.end()
 
     # -- files
 

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.judge_h200 import __main__ as command
 from benchmarks.judge_h200.cases import DEVELOPMENT, HELD_OUT, all_cases, example_cases
 from benchmarks.judge_h200.comparing import summary, text
-from benchmarks.judge_h200.measuring import file_of, kernels_of
+from benchmarks.judge_h200.measuring import file_of
+from benchmarks.step_profile import kernels_of
 
 
 def test_halves_share_no_model_and_files_no_name() -> None:
