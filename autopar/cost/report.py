@@ -14,8 +14,8 @@ from autopar.cost.compute import compute_s
 from autopar.cost.convolution_patches import patches_s
 from autopar.cost.halo import halo_steps
 from autopar.cost.measured_ops import measured_op_s
-from autopar.cost.reshard import deferred_alpha_share, reshard_table
-from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.cost.reshard import value_table
+from autopar.ir.graph import Graph, Node, NodeKind, Value
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ModuleCost
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, NodeLayouts, num_shards
@@ -98,10 +98,9 @@ def moves(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> It
         if source == target:
             continue
         info = graph.values[value]
-        key = (info.shape, info.num_bytes, deferred, source, target)
+        key = (info.shape, info.num_bytes, info.order, deferred, source, target)
         if key not in paths:
-            share = deferred_alpha_share(mesh, info.num_bytes) if deferred else 1.0
-            paths[key] = _path(mesh, info.shape, float(info.num_bytes), share, source, target)
+            paths[key] = _path(mesh, info, deferred, source, target)
         seconds, steps = paths[key]
         to_state = graph.nodes[v].kind is NodeKind.INPUT
         weight = 1.0 if to_state else edge_weight(graph.nodes[u], graph.nodes[v])
@@ -119,18 +118,13 @@ def moves(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> It
 
 
 def _path(
-    mesh: LogicalMesh,
-    shape: tuple[int, ...],
-    num_bytes: float,
-    share: float,
-    source: Layout,
-    target: Layout,
+    mesh: LogicalMesh, value: Value, deferred: bool, source: Layout, target: Layout
 ) -> tuple[float, tuple[TimedStep, ...]]:
     partial = PARTIAL in source or PARTIAL in target
-    table = reshard_table(mesh, shape, num_bytes, partial, share)
+    table = value_table(mesh, value, partial, deferred)
     steps, here = [], source
     for layout in table.path(source, target):
-        step = describe_step(mesh, here, layout, num_bytes)
+        step = describe_step(mesh, here, layout, float(value.num_bytes))
         if step.kind != "slice":
             steps.append(TimedStep(step, here, layout, table.cost(here, layout)))
         here = layout

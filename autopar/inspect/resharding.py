@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cost.halo import halo_steps
 from autopar.cost.report import Step, describe_step, edge_weight
-from autopar.cost.reshard import deferred_alpha_share, reshard_table
+from autopar.cost.reshard import value_table
 from autopar.inspect.layouts_text import step_name
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
@@ -20,9 +20,8 @@ def reshard_steps(
 ) -> tuple[float, list[Step]]:
     """(seconds, collectives) from one layout of a value to another."""
     info = graph.values[value]
-    share = deferred_alpha_share(mesh, info.num_bytes) if info.deferred else 1.0
     partial = PARTIAL in source or PARTIAL in target
-    table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+    table = value_table(mesh, info, partial)
     steps, here = [], source
     for layout in table.path(source, target):
         steps.append(describe_step(mesh, here, layout, float(info.num_bytes)))

@@ -69,15 +69,20 @@ class Rule:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the program. `deferred` values (gradients on their way to the optimizer,
-    parameters on their way to their first use) are off the critical path: their collectives share
-    latency."""
+    """A tensor of the program.
+
+    deferred: it is off the critical path, as gradients are on their way to the optimizer and
+              parameters on their way to their first use: its collectives share latency.
+    order:    of an unfinished gradient that is transposed before its state is updated: the
+              positions that the state's dimensions have here.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
     path: str | None = None
     deferred: bool = False
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from autopar.cost.halo import halo_s
 from autopar.cost.layer_costs import STATE_EDGE
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.report import edge_weight
-from autopar.cost.reshard import deferred_alpha_share, reshard_table
+from autopar.cost.reshard import value_table
 from autopar.errors import SolverError
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
@@ -305,15 +305,15 @@ def _edges(
         consumer = graph.nodes[members[v][0]]
         info = graph.values[producer.results[result]]
         made, read = strategies[u], strategies[v]
-        share = deferred_alpha_share(mesh, info.num_bytes) if deferred else 1.0
         source = id(made), result
         if source not in partial_of:
             partial_of[source] = any(PARTIAL in s.results[result] for s in made)
         partial = partial_of[source] or consumer.rule.linear
-        key = (*source, id(read), position, info.shape, info.num_bytes, partial, share)
+        key = (*source, id(read), position, info.shape, info.num_bytes, info.order)
+        key += partial, deferred
         matrix = known.get(key)
         if matrix is None:
-            table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+            table = value_table(mesh, info, partial, deferred)
             rows = [table.index[s.results[result]] for s in made]
             if position == STATE_EDGE:
                 columns = [table.index[s.results[0]] for s in read]

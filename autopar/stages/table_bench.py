@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
 from autopar.cost.node_layers import NodeLayers
-from autopar.cost.reshard import deferred_alpha_share, reshard_table
+from autopar.cost.reshard import value_table
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh, last_axis
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
@@ -269,9 +269,8 @@ class Pricer:
         producer = self.graph.nodes[problem.representative[edge.source]]
         consumer = self.graph.nodes[problem.representative[edge.target]]
         info = self.graph.values[producer.results[edge.result]]
-        share = deferred_alpha_share(mesh, info.num_bytes) if edge.deferred else 1.0
         partial = PARTIAL in made or PARTIAL in wanted
-        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+        table = value_table(mesh, info, partial, edge.deferred)
         copied = 0.0
         if not is_state and not is_slice(made, wanted):
             kept = made if consumer.kind is NodeKind.FINISH else wanted

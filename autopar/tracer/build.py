@@ -43,6 +43,7 @@ from autopar.tracer.costs import (
     deferred_values,
     equation_flops,
     part_bytes,
+    state_orders,
     touched_bytes,
 )
 from autopar.tracer.kernels import node_traffic
@@ -203,8 +204,9 @@ class _Builder:
             )
         )
         deferred = deferred_values(nodes, batch_inputs)
+        orders = state_orders(nodes)
         values = tuple(
-            _deferred(value) if index in deferred else value
+            _deferred(value, orders.get(index)) if index in deferred else value
             for index, value in enumerate(self.values)
         )
         producer = {
@@ -566,8 +568,8 @@ def _value(shape: tuple[int, ...], dtype: Any) -> Value:
 
 
 @lru_cache(maxsize=4096)
-def _deferred(value: Value) -> Value:
-    return replace(value, deferred=True)
+def _deferred(value: Value, order: tuple[int, ...] | None) -> Value:
+    return replace(value, deferred=True, order=order)
 
 
 @lru_cache(maxsize=4096)

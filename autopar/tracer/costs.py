@@ -1,4 +1,5 @@
-"""Costs of equations and nodes before sharding: flops, bytes, batch factors, deferred values.
+"""Costs of equations and nodes before sharding: flops, bytes, batch factors, deferred values and
+their order.
 
 From equations and the nodes of a graph to numbers that `build` stores on nodes and values.
 """
@@ -208,3 +209,27 @@ def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set
         if waited_for and node.region != UPDATE:
             urgent.update(node.operands)
     return deferred | from_state
+
+
+def state_orders(nodes: Sequence[Node]) -> dict[int, tuple[int, ...]]:
+    """{unfinished gradient: the positions in it of the dimensions of its state}, of those that are
+    transposed on the way: JAX makes the gradient of `x @ w` as `(dy.T @ x).T`."""
+    passed = {
+        node.operands[0]: node
+        for node in nodes
+        if node.name in ("transpose", "convert_element_type") and node.operands
+    }
+    orders = {}
+    for node in nodes:
+        if node.kind is not NodeKind.FINISH:
+            continue
+        order = own = tuple(range(len(node.rule.results[0])))
+        value = node.results[0]
+        while (reader := passed.get(value)) is not None and reader.region != UPDATE:
+            before, after = reader.rule.operands[0], reader.rule.results[0]
+            if reader.name == "transpose":
+                order = tuple(order[before.index(factors)] for factors in after)
+            value = reader.results[0]
+        if order != own:
+            orders[node.operands[0]] = order
+    return orders
