@@ -90,8 +90,6 @@ class Driver:
         env = {}
         if ranks.platform == "gpu":
             env["JAX_PLATFORMS"] = "cuda"  # in this process it is "cpu"
-            # A pool that grows is in pieces after some programs, too small for the largest array.
-            env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
             level = f"--xla_gpu_autotune_level={CASES[names[0]].autotune_level}"
             given = os.environ.get("XLA_FLAGS", "")
             env["XLA_FLAGS"] = f"{given} {_XLA_FLAGS} {level}".strip()

@@ -84,7 +84,8 @@ class Rank:
         model = ModelState(example)
         programs, facts = [], {}
         loaded = [Program(key, one, model) for key, one in compiled.items()]
-        for program in sorted(loaded, key=lambda one: one.xla_bytes):
+        # The largest first: after others, the memory would be there, but in pieces.
+        for program in sorted(loaded, key=lambda one: -one.xla_bytes):
             found, error = self._check(name, program)
             if error:
                 errors[program.name] = error

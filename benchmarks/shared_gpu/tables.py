@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
+from math import isfinite, nan
 from typing import Any
 
 from autopar.measure.ranking import rank_correlation
@@ -124,7 +125,10 @@ def chosen_by(row: Row, name: str) -> Row | None:
 
 
 def loss_deviation(losses: Sequence[Sequence[float]]) -> float:
-    """The largest relative difference from the median, of the losses of the same step."""
+    """The largest relative difference from the median, of the losses of the same step; NaN if one
+    is not finite."""
+    if not all(isfinite(loss) for of_program in losses for loss in of_program):
+        return nan
     most = 0.0
     for of_step in zip(*losses, strict=True):
         middle = statistics.median(of_step)

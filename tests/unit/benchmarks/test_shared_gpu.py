@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import autopar
+from autopar.compiler import plan_step
 from autopar.ir.devices import DEVICES
 from autopar.runtime.ranks.launch import RankResult
 from benchmarks.shared_gpu.__main__ import MODELS
@@ -16,7 +22,6 @@ from benchmarks.shared_gpu.cases import CASES
 from benchmarks.shared_gpu.driver import Driver, failure_of
 from benchmarks.shared_gpu.group import HANG_CODE, progress_file
 from benchmarks.shared_gpu.plans import (
-    MERGED_BY_XLA,
     clusters_of,
     merged_by_xla,
     meshes_of,
@@ -139,11 +144,23 @@ def test_programs_that_the_judge_cannot_read_have_no_judge() -> None:
 
 
 def test_the_default_plan_has_a_twin_with_xlas_merging() -> None:
-    planned = plan("", [8], 2.0, 4.0, ["preset", "profile"])
-    planned["plan"]["xla_options"] = {"xla_gpu_all_gather_combine_threshold_bytes": 2**20}
-    twin = merged_by_xla(planned)
-    assert twin["chosen_by"] == [MERGED_BY_XLA] and twin["plan"]["xla_options"] == {}
-    assert planned["plan"]["xla_options"] and twin["predicted"] == planned["predicted"]
+    def step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+        return weights - gradient, loss
+
+    arguments = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((64, 16), "float32")
+    options = autopar.ShardingOptions(
+        xla_options={"xla_gpu_all_gather_combine_threshold_bytes": 2**20}
+    )
+    method = autopar.ShardParallel((8,), options=options)
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+    planned = plan_step(step, arguments, {}, cluster=cluster, method=method)
+    assert planned.plan.xla_options
+    assert merged_by_xla(planned).plan == replace(planned.plan, xla_options=None)
+
+
+def test_a_loss_that_is_no_number_is_no_small_difference() -> None:
+    assert isnan(loss_deviation([[4.0, 3.0], [4.0, nan], [4.0, 3.0]]))
 
 
 def test_losses_are_compared_step_by_step() -> None:
