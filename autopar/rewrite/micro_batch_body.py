@@ -154,6 +154,8 @@ class Scope:
         made = result_dependence(equation, kinds, self.micro_batches.shapes)
         one_to_one = equation.name == "optimization_barrier"
         as_kinds = made if one_to_one else (made[0] if made else ROWS,) * len(kinds)
+        if equation.name == "ragged_dot_general":  # sizes of groups count a micro-batch's own rows
+            as_kinds = (*as_kinds[:2], SUM)
         operands = [self.read(o, k) for o, k in zip(equation.operands, as_kinds, strict=True)]
         adds_to_rest = (
             equation.name in SCATTER_ADD
