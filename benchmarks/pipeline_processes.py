@@ -9,9 +9,8 @@ processes and threads, over the same steps. All share the cores of this machine,
 what processes of their own cost, not what they gain; where other programs run, only that of
 processor time says so.
 
-XLA splits each operation among its threads (`PJRT_NPROC`). Both forms have as many in all: a core's
-share for each process, and the sum for the one. With `--launch-threads`, processes have those that
-`autopar launch` gives them.
+XLA splits operations among its threads (`PJRT_NPROC`). Processes have what `autopar launch` gives
+them, a share of the cores; the one process has as many as all of them together.
 """
 
 from __future__ import annotations
@@ -63,20 +62,17 @@ def worker(num_stages: int, num_steps: int) -> None:
     print(f"wall_s={median_s!r} processor_s={processor_s!r} loss={value!r};", flush=True)
 
 
-def run(
-    num_stages: int, num_steps: int, num_processes: int, threads: int | None = None
-) -> StepTimes:
-    """A run in so many processes, with so many threads each. Default: those of `launch`."""
+def run(num_stages: int, num_steps: int, num_processes: int) -> StepTimes:
     own = ["-m", "benchmarks.pipeline_processes", "--worker"]
     own += ["--stages", str(num_stages), "--steps", str(num_steps)]
     environment = dict(os.environ, JAX_PLATFORMS="cpu")
     environment.pop("PJRT_NPROC", None)
-    if threads is not None:
-        environment["PJRT_NPROC"] = str(threads)
     if num_processes > 1:
         launch = ["-m", "autopar", "launch", "--ranks", str(num_processes), "--platform", "cpu"]
         command = [sys.executable, *launch, "--", sys.executable, *own]
     else:
+        share = max(1, (os.cpu_count() or 1) // num_stages)
+        environment["PJRT_NPROC"] = str(num_stages * share)
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_stages}"
         command = [sys.executable, *own]
     done = subprocess.run(
@@ -94,20 +90,17 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--launch-threads", action="store_true", help="as many as launch gives")
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     options = parser.parse_args()
     if options.worker:
         return worker(options.stages, options.steps)
     from benchmarks.pipeline_rows import machine
 
-    num_stages, share = options.stages, max(1, (os.cpu_count() or 1) // options.stages)
+    num_stages = options.stages
     rows: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        one = run(num_stages, options.steps, 1, num_stages * share)
-        several = run(
-            num_stages, options.steps, num_stages, None if options.launch_threads else share
-        )
+        one = run(num_stages, options.steps, 1)
+        several = run(num_stages, options.steps, num_stages)
         rows.append({"one_process": one._asdict(), "processes": several._asdict()})
         print(
             f"{num_stages} stages, one process and {num_stages}: wall {1e3 * one.wall_s:.1f} and "

@@ -6,7 +6,11 @@ last program on each of its devices is done. Programs on other devices may run m
 accelerators, and on a single device, nothing waits.
 
 On a mesh of several processes, each process waits for its own devices only. All run the same
-programs in the same order, so every process reaches whatever another one waits for.
+programs in the same order, so every process reaches whatever another one waits for. Collectives
+between processes block the threads they run on, and XLA has no more than a thread per device for
+certain. So while one runs, nothing that another process needs may wait for a thread of this one:
+tiles that leave are cut before the next program starts (`must_leave_first`), and the transfer
+server sends them, and receives others, by threads of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ Results = TypeVar("Results", bound=Sequence[jax.Array])
 
 # device -> the smallest result of the last program on it, which is ready when the program is done.
 _latest: dict[Any, jax.Array] = {}
+# device -> what other processes get, which is ready before the next program starts.
+_leaving: dict[Any, list[jax.Array]] = {}
 
 
 def must_run_alone(mesh: Mesh) -> bool:
@@ -35,6 +41,8 @@ def run_alone(
     for result in before.values():
         if result is not None and not result.is_deleted():
             result.block_until_ready()
+    leaving = [array for device in devices for array in _leaving.pop(device, ())]
+    jax.block_until_ready([array for array in leaving if not array.is_deleted()])
     jax.block_until_ready(arguments)
     results = program(*arguments)
     if results:
@@ -42,3 +50,8 @@ def run_alone(
         for device in devices:
             _latest[device] = smallest
     return results
+
+
+def must_leave_first(arrays: Sequence[jax.Array], devices: Sequence[Any]) -> None:
+    """The next program that runs alone on these devices starts when the arrays are ready."""
+    _leaving.setdefault(devices[0], []).extend(arrays)

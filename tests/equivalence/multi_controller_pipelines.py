@@ -62,7 +62,8 @@ def compared(step_fn: Any, num_stages: int, state: Any, batches: Any) -> dict[st
     held, losses = state, []
     for batch in batches:
         held, loss = step(held, batch)
-        losses.append(float(loss))
+        losses.append(loss)
+    losses = [float(loss) for loss in losses]
     reference, wanted = state, []
     jitted = jax.jit(step_fn)
     for batch in batches:
@@ -89,6 +90,16 @@ def two_stages() -> Any:
 
 def four_stages() -> Any:
     return compared(deep_step, 4, deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
+
+
+def many_steps() -> Any:
+    """Two hundred steps, most of which begin before the one before has ended, on two stages, and
+    fifty on four. With four devices, stages have collectives between processes or in one."""
+    found = {}
+    for num_stages, num_steps in ((2, 200), (4, 50)):
+        batches = [deep_batch(n % 5) for n in range(num_steps)]
+        found[num_stages] = compared(deep_step, num_stages, deep_state(), batches)
+    return found
 
 
 def gpt(name: str = "gpt-tiny") -> Any:

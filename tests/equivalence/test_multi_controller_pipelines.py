@@ -116,34 +116,58 @@ def test_a_trace_is_refused_and_the_step_goes_on(four):
         assert own["traced"]["loss"] == four[0]["traced"]["loss"]
 
 
+def launched(
+    folder: Path, num_ranks: int, devices_per_rank: int, scenarios: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What ranks say of scenarios, each started by `launch` with a core of its own."""
+    script = f'exec {sys.executable} {SCRIPT} $RANK $WORLD_SIZE $MASTER_PORT outcomes_$RANK "$@"'
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PJRT_NPROC", "XLA_FLAGS"):
+            patch.delenv(name, raising=False)
+        patch.setattr(os, "cpu_count", lambda: num_ranks)
+        with CpuRanks(num_ranks, devices_per_rank) as ranks:
+            environment = ranks.environment()
+            assert environment["PJRT_NPROC"] == "1"
+            assert "--xla_cpu_multi_thread_eigen=false" in environment["XLA_FLAGS"]
+            results = run_ranks(
+                ["sh", "-c", script, "sh", *scenarios],
+                ranks,
+                limit_s=LIMIT_S,
+                env={"PYTHONPATH": str(ROOT)},
+                folder=folder,
+            )
+    assert not any(result.failed for result in results), results[0].output[-3000:]
+    return [json.loads((folder / f"outcomes_{rank}").read_text()) for rank in range(num_ranks)]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("num_ranks", "devices_per_rank"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)]
 )
 def test_launched_ranks_have_threads_for_collectives_and_transfers(
-    tmp_path, monkeypatch, num_ranks, devices_per_rank
+    tmp_path, num_ranks, devices_per_rank
 ):
-    """Two stages of four devices, in one process each and in two, with a core for each process."""
-    for name in ("PJRT_NPROC", "XLA_FLAGS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: num_ranks)
-    script = f'exec {sys.executable} {SCRIPT} $RANK $WORLD_SIZE $MASTER_PORT outcomes_$RANK "$@"'
-    with CpuRanks(num_ranks, devices_per_rank) as ranks:
-        assert "--xla_cpu_multi_thread_eigen=false" in ranks.environment()["XLA_FLAGS"]
-        results = run_ranks(
-            ["sh", "-c", script, "sh", "gpt", "scanned_gpt"],
-            ranks,
-            limit_s=LIMIT_S,
-            env={"PYTHONPATH": str(ROOT)},
-            folder=tmp_path,
-        )
-    assert not any(result.failed for result in results), results[0].output[-3000:]
-    outcomes = [
-        json.loads((tmp_path / f"outcomes_{rank}").read_text()) for rank in range(num_ranks)
-    ]
+    """Two stages of four devices, in one process each and in two."""
+    outcomes = launched(tmp_path, num_ranks, devices_per_rank, ["gpt", "scanned_gpt"])
     for scenario in ("gpt", "scanned_gpt"):
         assert_as_on_one_device(outcomes, scenario)
         assert {own[scenario]["num_stages"] for own in outcomes} == {2}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("num_ranks", "devices_per_rank"), [(4, 1), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
+def test_hundreds_of_steps_need_a_thread_per_device(tmp_path, num_ranks, devices_per_rank):
+    """Several steps are under way, with collectives of a stage in two processes, or of two stages
+    in one."""
+    for own in launched(tmp_path, num_ranks, devices_per_rank, ["many_steps"]):
+        assert "2" in own["many_steps"], own["many_steps"]
+        for num_stages, num_steps in (("2", 200), ("4", 50)):
+            found = own["many_steps"][num_stages]
+            assert found["num_stages"] == int(num_stages) and len(found["losses"]) == num_steps
+            np.testing.assert_allclose(found["losses"][:20], found["wanted"][:20], rtol=1e-4)
+            np.testing.assert_allclose(found["losses"], found["wanted"], rtol=1e-2)
 
 
 @pytest.mark.ci

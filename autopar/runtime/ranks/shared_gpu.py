@@ -109,20 +109,16 @@ class CpuRanks(Ranks):
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_rank),
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "PJRT_NPROC": os.environ.get("PJRT_NPROC") or str(self._num_threads()),
+            "PJRT_NPROC": os.environ.get("PJRT_NPROC") or str(self._cores_per_rank),
             "XLA_FLAGS": " ".join(flags),
         }
 
     @property
     def _cores_per_rank(self) -> int:
+        """XLA splits operations among its threads, and runs independent ones side by side: more
+        threads than cores cost time and gain nothing. XLA itself has one per device at least,
+        which is enough for collectives (`runtime.threads`)."""
         return max(1, (os.cpu_count() or 1) // self.num_ranks)
-
-    def _num_threads(self) -> int:
-        """A rank's share of the cores: XLA splits operations among its threads, so more of them
-        cost time and gain nothing. But a collective holds a thread per device while it waits for
-        other ranks, and some must be left to send what those wait for. A rank with one core has
-        them too, but does not split operations."""
-        return max(self._cores_per_rank, 2 * self.devices_per_rank + 4)
 
     def describe(self) -> str:
         return f"{self.num_ranks} ranks on the CPU"

@@ -16,7 +16,7 @@ from autopar.ir.pipeline import Free, Instruction, Recv, Run, Send
 from autopar.ir.remote import MeshTask, RemoteTransfer
 from autopar.runtime.recording import MeshLog, clock, may_be_used_up, one_to_watch
 from autopar.runtime.remote.transfers import IncomingTiles, OutgoingTiles, same_mesh_copier
-from autopar.runtime.threads import run_alone
+from autopar.runtime.threads import must_leave_first, run_alone
 from autopar.runtime.transports.base import Link, Transport
 
 Slots = list[Any]
@@ -220,10 +220,13 @@ class WorkerTask:
     def _send(self, place: int, send: Send) -> Operation:
         outgoing, transport = self._outgoing(place, send), self._transport
         assert transport is not None
+        local, runs_alone = self._local, self._runs_alone
 
         def operation(slots: Slots, first_tag: int) -> None:
-            arrays = [array_in(slots, slot) for slot in send.buffers]
-            transport.send(first_tag + send.tag, outgoing.tiles(arrays))
+            tiles = outgoing.tiles([array_in(slots, slot) for slot in send.buffers])
+            if runs_alone:
+                must_leave_first([tile.data for tile in tiles], local)
+            transport.send(first_tag + send.tag, tiles)
 
         return operation
 

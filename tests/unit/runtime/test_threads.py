@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.runtime.threads import must_run_alone, run_alone
+from autopar.runtime.threads import must_leave_first, must_run_alone, run_alone
 
 
 def mesh_of(devices: list[Any]) -> Mesh:
@@ -56,6 +56,26 @@ def test_results_that_are_gone_keep_nobody_waiting() -> None:
         result.delete()
     results = run_alone(program, [x], devices)
     assert np.isfinite(results[1])
+
+
+def test_what_other_processes_get_is_ready_before_the_next_program() -> None:
+    """A collective between processes may hold all threads, and what leaves could not be cut."""
+    first, second = jax.devices()[:2], jax.devices()[2:4]
+    program, x = slow_program(mesh_of(second))
+    cut = program(x)[1]
+    was_ready = []
+
+    def fake(*arguments: Any) -> list[Any]:
+        was_ready.append(cut.is_ready())
+        return []
+
+    must_leave_first([cut], first)
+    run_alone(fake, [], [jax.devices()[4]])
+    run_alone(fake, [], first)
+    assert was_ready == [False, True]
+    must_leave_first([cut], first)
+    cut.delete()
+    run_alone(lambda: [], [], first)
 
 
 def test_who_must_wait() -> None:
