@@ -10,7 +10,7 @@ from the forward pass on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import NodeLayouts, is_slice, num_shards
+from autopar.tracer.regions import BACKWARD
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class MemoryProfile:
 def memory_profile(
     graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], *, refetch: bool = False
 ) -> MemoryProfile:
+    graph = _as_it_runs(graph, layouts)
     holdings = []
     for life in graph.liveness.lives:
         node, result = graph.producer[life.value]
@@ -69,6 +71,28 @@ def memory_profile(
         holdings.append(Holding(life.value, life.start, life.end, size / shards, False))
     holdings += _copies(graph, mesh, layouts, refetch)
     return MemoryProfile(tuple(holdings), len(graph.nodes))
+
+
+def _as_it_runs(graph: Graph, layouts: Sequence[NodeLayouts]) -> Graph:
+    """The graph with the liveness that holds for these layouts."""
+    unhidden = graph.liveness.unhidden
+    if unhidden is None or _sends_backward(graph, layouts):
+        return graph
+    return replace(graph, liveness=unhidden)
+
+
+def _sends_backward(graph: Graph, layouts: Sequence[NodeLayouts]) -> bool:
+    """Whether the backward pass sends anything but sums over all micro-batches."""
+    for index, node in enumerate(graph.nodes):
+        if node.region != BACKWARD:
+            continue
+        for position, value in enumerate(node.operands):
+            producer, result = graph.producer[value]
+            source, target = layouts[producer][1][result], layouts[index][0][position]
+            is_sum = NodeKind.MERGE in (node.kind, graph.nodes[producer].kind)
+            if not (is_sum or source == target or is_slice(source, target)):
+                return True
+    return False
 
 
 def _copies(

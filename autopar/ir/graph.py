@@ -9,7 +9,7 @@ over split reduction factors.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -169,25 +169,38 @@ class Life:
 class Liveness:
     """Values in memory over time. A node runs at `times[node]`; a resharded copy of its operand
     lives from then until `node_ends[node]`. `in_memory`: values that are written to memory, and
-    views of them; all others are fused into their readers."""
+    views of them; all others are fused into their readers. `unhidden`: what is true instead if the
+    backward pass of a stage sends nothing, so that nothing runs late to hide it."""
 
     lives: tuple[Life, ...] = ()
     times: tuple[int, ...] = ()
     node_ends: tuple[int, ...] = ()
     in_memory: frozenset[int] = frozenset()
+    unhidden: Liveness | None = None
+
+    def having(self, change: Callable[[Liveness], Liveness]) -> Liveness:
+        """With a change to this and to what is true if nothing has to be hidden."""
+        return replace(change(self), unhidden=self.unhidden and change(self.unhidden))
 
     def with_nodes_at_end(self, count: int) -> Liveness:
         """With `count` more nodes, which run after all others."""
         last = (len(self.times),) * count
-        return replace(self, times=self.times + last, node_ends=self.node_ends + last)
+        return self.having(
+            lambda one: replace(one, times=one.times + last, node_ends=one.node_ends + last)
+        )
 
     def scaled(self, factor: float, apart_from: Collection[int]) -> Liveness:
         """With `factor` times the bytes of all values but some."""
-        lives = (
-            life if life.value in apart_from else replace(life, count=life.count * factor)
-            for life in self.lives
-        )
-        return replace(self, lives=tuple(lives))
+
+
+        def scale(one: Liveness) -> Liveness:
+            lives = (
+                life if life.value in apart_from else replace(life, count=life.count * factor)
+                for life in one.lives
+            )
+            return replace(one, lives=tuple(lives))
+
+        return self.having(scale)
 
 
 @dataclass(frozen=True)

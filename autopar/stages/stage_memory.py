@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Life, NodeKind
+from autopar.ir.graph import Graph, Life, Liveness, Node, NodeKind
 from autopar.rewrite.stage_slices import StageSlice
+from autopar.tracer.costs import REDUCTIONS, UNFUSED
+from autopar.tracer.regions import FORWARD
 
 
 def in_flight_of(stage: StageSlice, count: int) -> Callable[[Graph], Graph]:
@@ -20,40 +22,67 @@ def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:
     A residual is a result of the forward program and an argument of the backward one, so it is
     there while either runs. Gradients that arrive are read by the backward program alone: there is
     one of each."""
+    return replace(
+        graph, liveness=graph.liveness.having(lambda one: _in_flight(graph, one, stage, count))
+    )
+
+
+def _in_flight(graph: Graph, liveness: Liveness, stage: StageSlice, count: int) -> Liveness:
     body = stage.body
     inside = {r for e in body.equations for r in e.results} | set(body.inputs)
-    times = [graph.liveness.times[graph.producer[v][0]] for v in inside if v in graph.producer]
+    times = [liveness.times[graph.producer[v][0]] for v in inside if v in graph.producer]
     residuals = {v for v in stage.residual_values() if v in graph.producer}
     forward = [body.equations[i] for i in stage.forward]
     kept = residuals.intersection(v for e in forward for v in (*e.inputs, *e.results))
     lives = [
         life
-        for life in graph.liveness.lives
+        for life in liveness.lives
         if life.value not in stage.stacks and life.value not in kept
     ]
-    lives = _in_two_programs(graph, stage, lives)
+    lives = _in_two_programs(replace(graph, liveness=liveness), stage, lives)
     lives += [Life(value, min(times), max(times), count) for value in sorted(kept)]
-    return replace(graph, liveness=replace(graph.liveness, lives=tuple(lives)))
+    return replace(liveness, lives=tuple(lives))
 
 
 def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list[Life]:
     """The lives, none of which goes on from the forward to the backward program: what this one does
-    not read from the other, it makes again when it first needs it, or does not need. In the forward
-    program such a value counts until its end."""
+    not read from the other, it makes again when it first needs it, or does not need."""
     equations = stage.body.equations
     made = {v for i in stage.forward for v in equations[i].results if v in graph.producer}
-    first = _first_needed(graph, made, {v for i in stage.backward for v in equations[i].results})
+    made_backward = {v for i in stage.backward for v in equations[i].results}
+    written = {life.value for life in graph.liveness.lives}
+    first = _first_needed(graph, made, made_backward)
+    _with_gradients(graph, first, made, made_backward, written)
+    last = _last_needed(graph, made, written)
     times = graph.liveness.times
-    end = max((times[graph.producer[v][0]] for v in made), default=-1)
+    # Constants of the backward pass may be made in either program.
+    makers = [graph.producer[v][0] for v in made]
+    end = max((times[i] for i in makers if graph.nodes[i].region == FORWARD), default=-1)
     found: list[Life] = []
     for life in lives:
         if life.value not in made or not life.start <= end < life.end:
             found.append(life)
             continue
-        found.append(replace(life, end=end))
+        found.append(replace(life, end=min(max(last.get(life.value, life.start), life.start), end)))
         if life.value in first:
             found.append(replace(life, start=min(max(first[life.value], end + 1), life.end)))
     return found
+
+
+def _last_needed(graph: Graph, made: set[int], written: set[int]) -> dict[int, int]:
+    """Until when the forward program, which makes these values, needs each. What is not written is
+    made again by each of its readers."""
+    last: dict[int, int] = {}
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[index]
+        if node.kind is NodeKind.MERGE or node.region != FORWARD or made.isdisjoint(node.results):
+            continue
+        needed = graph.liveness.times[index]
+        if written.isdisjoint(node.results):
+            needed = max([needed, *(last[v] for v in node.results if v in last)])
+        for value in node.operands:
+            last[value] = max(last.get(value, needed), needed)
+    return last
 
 
 def _first_needed(graph: Graph, made: set[int], made_backward: set[int]) -> dict[int, int]:
@@ -71,3 +100,42 @@ def _first_needed(graph: Graph, made: set[int], made_backward: set[int]) -> dict
         for value in node.operands if needed else ():
             first[value] = min(first.get(value, min(needed)), min(needed))
     return first
+
+
+def _with_gradients(
+    graph: Graph, first: dict[int, int], made: set[int], made_backward: set[int], written: set[int]
+) -> None:
+    """Moves forward elementwise values that the backward program makes again, in `first`: it makes
+    each with the first elementwise kernel that reads the same array, such as an activation with its
+    gradient."""
+    kernel: dict[int, int] = {}  # value -> when the first elementwise kernel reads it
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[index]
+        if not _is_elementwise(node):
+            continue
+        ends = [graph.liveness.times[index] if v in written else kernel.get(v) for v in node.results]
+        is_backward = made.isdisjoint(node.results) and not made_backward.isdisjoint(node.results)
+        for value in node.operands:
+            for end, result in zip(ends, node.results, strict=True):
+                counts = is_backward or result not in written
+                if end is not None and counts and _as_large(graph, value, result):
+                    kernel[value] = min(kernel.get(value, end), end)
+    for value in first:
+        node = graph.nodes[graph.producer[value][0]]
+        frontier = [value] if value in written and value in made and _is_elementwise(node) else []
+        while frontier:
+            for operand in graph.nodes[graph.producer[frontier.pop()][0]].operands:
+                if not _as_large(graph, operand, value):
+                    continue
+                if operand in written:
+                    first[value] = min(first[value], kernel.get(operand, first[value]))
+                elif _is_elementwise(graph.nodes[graph.producer[operand][0]]):
+                    frontier.append(operand)
+
+
+def _is_elementwise(node: Node) -> bool:
+    return node.kind is NodeKind.OP and node.name not in UNFUSED and node.name not in REDUCTIONS
+
+
+def _as_large(graph: Graph, value: int, other: int) -> bool:
+    return graph.values[value].shape == graph.values[other].shape

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
-from autopar.ir.graph import Graph, Life, Node
+from autopar.ir.graph import Graph, Life, Liveness, Node
 from autopar.ir.program import Constant, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.build import build_graph, type_values
@@ -79,16 +79,19 @@ def _renumbered(step: TracedStep, first: int, graph: Graph, other: TracedStep) -
     for value, path in zip(other.program.inputs, other.call.paths, strict=False):
         values[value] = replace(values[value], path=path)
     nodes = tuple([_renamed(node, number, names) for node in graph.nodes])
-    liveness = graph.liveness
-    lives = [Life(number[x.value], x.start, x.end, x.count) for x in liveness.lives]
-    in_memory = frozenset(number[v] for v in liveness.in_memory)
+
+    def renumbered(one: Liveness) -> Liveness:
+        lives = [Life(number[x.value], x.start, x.end, x.count) for x in one.lives]
+        in_memory = frozenset(number[v] for v in one.in_memory)
+        return replace(one, lives=tuple(lives), in_memory=in_memory)
+
     return replace(
         graph,
         values=tuple(values),
         nodes=nodes,
         inputs=tuple(number[v] for v in graph.inputs),
         outputs=tuple(None if v is None else number[v] for v in graph.outputs),
-        liveness=replace(liveness, lives=tuple(lives), in_memory=in_memory),
+        liveness=graph.liveness.having(renumbered),
         producer={number[v]: place for v, place in graph.producer.items()},
         unfinished=frozenset(number[v] for v in graph.unfinished),
     )

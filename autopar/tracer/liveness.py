@@ -26,6 +26,7 @@ A value that a loop reads lives until the loop's end; a stack that it writes, fr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -61,7 +62,8 @@ def find_lives(
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
     (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
     everywhere; `instructions_per_byte`: of the device; `is_stage`: each trip of the loop over
-    micro-batches is a program of its own, in which little is asynchronous."""
+    micro-batches is a program of its own, in which something is asynchronous only if it sends
+    something (`Liveness.unhidden`)."""
     order = None if overlaps else early_backward(nodes, loops)
     place = list(range(len(nodes)))  # of each node, in the order that XLA runs them
     if order is not None:
@@ -84,14 +86,19 @@ def find_lives(
     reordering = Reordering(flow)
     copied = reordering.copied
     products = folded_products(flow)
-    fusion = Fusion(flow, scatters, products, returned, kept, copied, rate)
-    # A body is planned for overlap if something in it is asynchronous, as such a copy is.
-    planned = [loop for loop in loops if not is_stage and fusion.copies_slices(*loop)]
-    times = run_times(nodes, flow.zeros, overlaps, flow.recomputed, planned)
-    sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
-    lives, node_ends = sweep.lives()
-    times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
-    return Liveness(tuple(lives), tuple(times), tuple(node_ends), priced.read_from_memory())
+
+    def found(is_planned: bool) -> Liveness:
+        fusion = Fusion(flow, scatters, products, returned, kept, copied, rate)
+        # A body is planned for overlap if something in it is asynchronous, as such a copy is.
+        planned = [loop for loop in loops if is_planned and fusion.copies_slices(*loop)]
+        times = run_times(nodes, flow.zeros, overlaps, flow.recomputed, planned)
+        sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
+        lives, node_ends = sweep.lives()
+        times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
+        return Liveness(tuple(lives), tuple(times), tuple(node_ends), priced.read_from_memory())
+
+    liveness = found(True)
+    return replace(liveness, unhidden=found(False)) if is_stage and overlaps else liveness
 
 
 def transposed_state(flow: Dataflow, in_place: Collection[int]) -> frozenset[int]:
