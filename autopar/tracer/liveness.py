@@ -260,7 +260,7 @@ class _Sweep:
     def merge_recomputed(self) -> None:
         """An elementwise kernel of a layer that is computed again runs with the last one that reads
         the same arrays, if its result is needed only later: as an activation is made by the kernel
-        of its gradient. Not a softmax, which is a kernel of another kind."""
+        of its gradient. Not a softmax of short rows, which is a kernel of another kind."""
         fusion, flow = self.fusion, self.flow
         kernels = {
             value: sources
@@ -273,7 +273,8 @@ class _Sweep:
                 reading.setdefault(source, []).append(value)
         for value, sources in kernels.items():
             index = self.producer[value]
-            if index not in flow.recomputed or any(self.is_normalized(value, s) for s in sources):
+            rows = [v for v in sources if self.values[v].shape == self.values[value].shape]
+            if index not in flow.recomputed or any(self.is_normalized(value, v) for v in rows):
                 continue
             others = [
                 self.times[self.producer[made]]
