@@ -9,7 +9,7 @@ from the forward pass on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,8 @@ import numpy as np
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import NodeLayouts, is_slice, num_shards
-from autopar.tracer.regions import BACKWARD
+from autopar.tracer.costs import VIEWS
+from autopar.tracer.regions import BACKWARD, UPDATE
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def _copies(
     graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], refetch: bool
 ) -> Iterator[Holding]:
     spans: dict[tuple, tuple[int, int]] = {}
+    written = {life.value for life in graph.liveness.lives}
     for index, node in enumerate(graph.nodes):
         start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
         for position, value in enumerate(node.operands):
@@ -111,9 +113,22 @@ def _copies(
                 size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
                 yield Holding(value, graph.liveness.times[producer], start, size, True)
                 continue
+            if not _is_written(graph, value, written):  # what is sent is written first
+                size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
+                yield Holding(value, start, end, size, True)
             key = (value, target, node.region if refetch else "")
             first, last = spans.get(key, (start, end))
             spans[key] = (min(first, start), max(last, end))
     for (value, target, _), (start, end) in spans.items():
         size = graph.values[value].num_bytes / num_shards(target, mesh.shape)
         yield Holding(value, start, end, size, True)
+
+
+def _is_written(graph: Graph, value: int, written: Collection[int]) -> bool:
+    """Whether a value is in memory, or a view of one that is. State is updated in place."""
+    while True:
+        node = graph.nodes[graph.producer[value][0]]
+        is_view = node.name in VIEWS or node.kind in (NodeKind.USE, NodeKind.FINISH)
+        if value in written or node.region == UPDATE or not (is_view and node.operands):
+            return value in written or node.region == UPDATE
+        value = node.operands[0]

@@ -12,13 +12,15 @@ Most nodes run at their position in the graph. The exceptions:
 - *Recomputed values* are made when they are first needed there: the softmax of a layer's last
   attention after the gradient of its scores, since only gradients of parameters and of its values
   read it.
-- *Copies* of inputs, and zeros that the update reads, are made when they are first needed.
+- *Copies* of inputs, and zeros, are made when they are first needed; zeros that a loop reads,
+  before it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 from autopar.ir.graph import Node, NodeKind
 from autopar.tracer.costs import REDUCTIONS
@@ -58,7 +60,7 @@ def run_times(
         times.append(time)
     zeros = frozenset(zeros)
     when_needed = [
-        node.kind is NodeKind.USE or (node.region == UPDATE and not zeros.isdisjoint(node.results))
+        node.kind is NodeKind.USE or _are_zeros(node, zeros)
         for node in nodes
     ]
     first_read: dict[int, int] = {}
@@ -71,10 +73,20 @@ def run_times(
             if when_needed[index]:
                 time = first_read.get(nodes[index].results[0], time)
             first_read[value] = min(first_read.get(value, time), time)
+    carries = list(accumulate(node.kind is NodeKind.MERGE for node in nodes))
     for index, node in enumerate(nodes):
         if when_needed[index]:
-            times[index] = first_read.get(node.results[0], index)
+            time = first_read.get(node.results[0], index)
+            enters_loop = carries[min(time, len(nodes) - 1)] > carries[index]
+            if node.kind is NodeKind.USE or node.region == UPDATE or not enters_loop:
+                times[index] = time
     return times
+
+
+def _are_zeros(node: Node, zeros: Collection[int]) -> bool:
+    if zeros.isdisjoint(node.results):
+        return False
+    return node.region == UPDATE or (node.kind is NodeKind.OP and not node.operands)
 
 
 def _late_gradients(
