@@ -1,15 +1,15 @@
 """Bytes per device over time: from a `Graph` and its layouts to a `MemoryProfile`.
 
 `graph.liveness` says which values are in memory when; here they get their sizes. To these come
-copies in other layouts, made by collectives, which live while the nodes that read them need them. A
-copy that several nodes need in one layout is made once; in a plan that is short of memory the
-backward pass makes its own (`refetch`), so that gathered parameters and activations do not live
-from the forward pass on.
+copies in other layouts, made by collectives, which live while the nodes that read them need them,
+and beside them what is sent, if it is written for that alone. A copy that several nodes need in one
+layout is made once; in a plan that is short of memory the backward pass makes its own (`refetch`),
+so that gathered parameters and activations do not live from the forward pass on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -100,7 +100,8 @@ def _copies(
     graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], refetch: bool
 ) -> Iterator[Holding]:
     spans: dict[tuple, tuple[int, int]] = {}
-    written = {life.value for life in graph.liveness.lives}
+    sent: dict[tuple, tuple[int, int, float]] = {}
+    written = in_memory(graph)
     for index, node in enumerate(graph.nodes):
         start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
         for position, value in enumerate(node.operands):
@@ -113,22 +114,25 @@ def _copies(
                 size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
                 yield Holding(value, graph.liveness.times[producer], start, size, True)
                 continue
-            if not _is_written(graph, value, written):  # what is sent is written first
-                size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
-                yield Holding(value, start, end, size, True)
             key = (value, target, node.region if refetch else "")
+            if value not in written and key not in spans:
+                size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
+                sent[key] = start, end, size
             first, last = spans.get(key, (start, end))
             spans[key] = (min(first, start), max(last, end))
+    for (value, *_), (start, end, size) in sent.items():
+        yield Holding(value, start, end, size, True)
     for (value, target, _), (start, end) in spans.items():
         size = graph.values[value].num_bytes / num_shards(target, mesh.shape)
         yield Holding(value, start, end, size, True)
 
 
-def _is_written(graph: Graph, value: int, written: Collection[int]) -> bool:
-    """Whether a value is in memory, or a view of one that is. State is updated in place."""
-    while True:
-        node = graph.nodes[graph.producer[value][0]]
+def in_memory(graph: Graph) -> frozenset[int]:
+    """Values in memory, views of them, and state, which is updated in place. All others have to be
+    written before they are sent."""
+    found = {life.value for life in graph.liveness.lives}
+    for node in graph.nodes:
         is_view = node.name in VIEWS or node.kind in (NodeKind.USE, NodeKind.FINISH)
-        if value in written or node.region == UPDATE or not (is_view and node.operands):
-            return value in written or node.region == UPDATE
-        value = node.operands[0]
+        if node.region == UPDATE or (is_view and node.operands and node.operands[0] in found):
+            found.update(node.results)
+    return frozenset(found)

@@ -192,7 +192,6 @@ class Liveness:
     def scaled(self, factor: float, apart_from: Collection[int]) -> Liveness:
         """With `factor` times the bytes of all values but some."""
 
-
         def scale(one: Liveness) -> Liveness:
             lives = (
                 life if life.value in apart_from else replace(life, count=life.count * factor)

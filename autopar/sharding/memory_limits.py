@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.cost.memory import in_memory
 from autopar.ir.graph import Graph, NodeKind, Rule
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, is_slice, num_shards
@@ -47,7 +48,8 @@ class Holdings:
         self.groups = list(group_of)
         self.lives = _columns(lives)
         copies: list[tuple] = []
-        edge_of: dict[tuple[int, int, int, int, bool], int] = {}
+        edge_of: dict[tuple[int, int, int, int, bool, bool], int] = {}
+        written = in_memory(graph)
         for index, node in enumerate(graph.nodes):
             start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
             finishes = node.kind is NodeKind.FINISH
@@ -56,7 +58,9 @@ class Holdings:
                 if size < smallest:
                     continue
                 producer, result = graph.producer[value]
-                key = (classes[producer], classes[index], result, position, finishes)
+                is_sent_alone = not finishes and value not in written
+                ends = classes[producer], classes[index]
+                key = (*ends, result, position, finishes, is_sent_alone)
                 edge = edge_of.setdefault(key, len(edge_of))
                 if finishes:  # partial sums exist until they are reduced
                     copies.append((edge, graph.liveness.times[producer], start, size))
@@ -80,13 +84,14 @@ class Holdings:
         return self._sizes[key]
 
     def shares(self, edge: int) -> np.ndarray:
-        """The share of a value in its copy, by the strategies of both ends."""
-        u, v, result, position, finishes = self.edges[edge]
+        """The share of a value in its copy, and in what is written for it alone, by the strategies
+        of both ends."""
+        u, v, result, position, *how = self.edges[edge]
         ups, downs = self.problem.strategies[u], self.problem.strategies[v]
-        key = (id(ups), id(downs), result, position, finishes)
+        key = (id(ups), id(downs), result, position, *how)
         if key not in self._shares:
             self._shares[key] = copy_shares(
-                ups, downs, result, position, finishes, self.problem.mesh.shape
+                ups, downs, result, position, *how, mesh_shape=self.problem.mesh.shape
             )
         return self._shares[key]
 
@@ -149,11 +154,15 @@ def copy_shares(
     result: int,
     position: int,
     finishes: bool,
+    is_sent_alone: bool = False,
+    *,
     mesh_shape: tuple[int, ...],
 ) -> np.ndarray:
     sources, rows = _numbered([s.results[result] for s in ups])
     targets, columns = _numbered([s.operands[position] for s in downs])
-    return _copy_table(sources, targets, finishes, mesh_shape)[rows[:, None], columns]
+    return _copy_table(sources, targets, finishes, is_sent_alone, mesh_shape)[
+        rows[:, None], columns
+    ]
 
 
 def _numbered(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
@@ -168,6 +177,7 @@ def _copy_table(
     sources: tuple[Layout, ...],
     targets: tuple[Layout, ...],
     finishes: bool,
+    is_sent_alone: bool,
     mesh_shape: tuple[int, ...],
 ) -> np.ndarray:
     table = np.zeros((len(sources), len(targets)))
@@ -175,6 +185,8 @@ def _copy_table(
         for j, target in enumerate(targets):
             if source != target and not is_slice(source, target):
                 table[i, j] = 1.0 / num_shards(source if finishes else target, mesh_shape)
+                if is_sent_alone:
+                    table[i, j] += 1.0 / num_shards(source, mesh_shape)
     return table
 
 

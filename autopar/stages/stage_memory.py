@@ -35,9 +35,7 @@ def _in_flight(graph: Graph, liveness: Liveness, stage: StageSlice, count: int) 
     forward = [body.equations[i] for i in stage.forward]
     kept = residuals.intersection(v for e in forward for v in (*e.inputs, *e.results))
     lives = [
-        life
-        for life in liveness.lives
-        if life.value not in stage.stacks and life.value not in kept
+        life for life in liveness.lives if life.value not in stage.stacks and life.value not in kept
     ]
     lives = _in_two_programs(replace(graph, liveness=liveness), stage, lives)
     lives += [Life(value, min(times), max(times), count) for value in sorted(kept)]
@@ -73,6 +71,8 @@ def _last_needed(graph: Graph, made: set[int], written: set[int]) -> dict[int, i
     """Until when the forward program, which makes these values, needs each. What is not written is
     made again by each of its readers."""
     last: dict[int, int] = {}
+    finished = [n for n in graph.nodes if n.kind is NodeKind.FINISH and n.results[0] in made]
+    made = made.union(node.operands[0] for node in finished)
     for index in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[index]
         if node.kind is NodeKind.MERGE or node.region != FORWARD or made.isdisjoint(node.results):
@@ -113,7 +113,9 @@ def _with_gradients(
         node = graph.nodes[index]
         if not _is_elementwise(node):
             continue
-        ends = [graph.liveness.times[index] if v in written else kernel.get(v) for v in node.results]
+        ends = [
+            graph.liveness.times[index] if v in written else kernel.get(v) for v in node.results
+        ]
         is_backward = made.isdisjoint(node.results) and not made_backward.isdisjoint(node.results)
         for value in node.operands:
             for end, result in zip(ends, node.results, strict=True):

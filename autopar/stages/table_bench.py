@@ -297,7 +297,9 @@ class Pricer:
             u, v = edge.source, edge.target
             ups, downs = problem.strategies[u], problem.strategies[v]
             finishes = self.graph.nodes[problem.representative[v]].kind is NodeKind.FINISH
-            term = size * copy_shares(ups, downs, edge.result, edge.position, finishes, shape)
+            term = size * copy_shares(
+                ups, downs, edge.result, edge.position, finishes, mesh_shape=shape
+            )
             if u == v:
                 add(nodes, u, np.diagonal(term))
             elif term.any():

@@ -59,10 +59,7 @@ def run_times(
                     time = max(time, times[i])
         times.append(time)
     zeros = frozenset(zeros)
-    when_needed = [
-        node.kind is NodeKind.USE or _are_zeros(node, zeros)
-        for node in nodes
-    ]
+    when_needed = [node.kind is NodeKind.USE or _are_zeros(node, zeros) for node in nodes]
     first_read: dict[int, int] = {}
     for index in range(len(nodes) - 1, -1, -1):
         if overlaps and index in recomputed:

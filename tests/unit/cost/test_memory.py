@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -95,3 +97,35 @@ def test_what_the_backward_pass_fetches_again_is_not_kept_between() -> None:
     assert again.peak_bytes <= kept.peak_bytes
     spans = [h.end - h.start for h in again.holdings if h.is_copy]
     assert max(spans) < max(h.end - h.start for h in copies)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_a_collective_sends_is_written_first(is_fused: bool) -> None:
+    """An elementwise value that a product reads split in another way. What is in memory anyway is
+    sent from there."""
+
+    def fn(x, w):
+        made = jnp.sort(x)
+        return jnp.sum(made) if not is_fused else None, (2 * made if is_fused else made) * w
+
+    graph = build_graph(trace_step(fn, (array(64, 64), array(64, 64))))
+    mesh = LogicalMesh((2,))
+    layouts = layouts_by(graph, lambda shape: (0,) if len(shape) == 2 else (WHOLE,))
+    last = max(i for i, n in enumerate(graph.nodes) if n.name == "mul")
+    layouts[last] = (((1,), (0,)), ((0,),))
+    sent = graph.nodes[last].operands[0]
+    found = [h for h in memory_profile(graph, mesh, layouts).holdings if h.is_copy]
+    assert [(h.value, h.num_bytes) for h in found] == [(sent, 8 * KIB)] * (1 + is_fused)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_nothing_is_late_in_a_stage_whose_backward_pass_sends_nothing(sends: bool) -> None:
+    graph = build_graph(trace_step(train, ({"a": array(64, 64), "b": array(64, 64)}, array(8, 64))))
+    nothing = replace(graph.liveness, lives=())
+    graph = replace(graph, liveness=replace(graph.liveness, unhidden=nothing))
+    layouts = layouts_by(graph, lambda shape: (0,) if len(shape) == 2 else (WHOLE,))
+    if sends:
+        index = next(i for i, n in enumerate(graph.nodes) if n.region == "backward" and n.operands)
+        operands, results = layouts[index]
+        layouts[index] = (tuple((1,) for _ in operands), results)
+    assert bool(memory_profile(graph, LogicalMesh((2,)), layouts).peak_bytes) == sends

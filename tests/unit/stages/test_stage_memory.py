@@ -75,14 +75,14 @@ def test_a_residual_is_there_while_either_program_runs() -> None:
     assert life.start <= min(times) and life.end == max(times)
 
 
-def test_what_is_no_residual_ends_with_the_forward_program() -> None:
-    """The backward one makes an activation again, of the product that it reads, when its own
-    product needs it."""
+def test_what_is_no_residual_ends_in_the_forward_program() -> None:
+    """With the last product there that reads it. The backward one makes an activation again, of the
+    product that it reads, with the first kernel that reads it too: that of its gradient."""
 
-    def two_products(layer: Layer, x: jax.Array) -> jax.Array:
-        return jnp.sin(x @ layer[0] + layer[1]) @ layer[0].T
+    def three_products(layer: Layer, x: jax.Array) -> jax.Array:
+        return (jnp.sin(x @ layer[0] + layer[1]) @ layer[0].T) @ layer[0]
 
-    stage = stages(two_products, jnp.float32)[1]
+    stage = stages(three_products, jnp.float32)[1]
     graph = with_in_flight(build_graph(stage.step), stage, 1)
     times, producer = graph.liveness.times, graph.producer
     equations = stage.body.equations
@@ -90,4 +90,8 @@ def test_what_is_no_residual_ends_with_the_forward_program() -> None:
     residuals = stage.residual_values()
     activations = [x for x in lives_of(graph, "sin") if x.value not in residuals]
     assert len(activations) == 2
-    assert activations[0].end <= end < activations[1].start
+    assert activations[0].end < end < activations[1].start
+    value = activations[0].value
+    reads = [i for i, n in enumerate(graph.nodes) if value in n.operands and n.region == "forward"]
+    assert activations[0].end == max(times[i] for i in reads)
+    assert activations[1].start in {x.start for x in lives_of(graph, "mul")}

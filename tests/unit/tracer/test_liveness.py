@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.ir.graph import Life, NodeKind
+from autopar.tracer.costs import MAX_TILE_ROW
 from tests.unit.tracer.memory_graphs import array, graph_of, lives_by_op, train
 
 
@@ -403,3 +404,29 @@ def test_an_activation_is_computed_again_with_its_gradient() -> None:
     read = [end for start, end, _ in lives["dot_general"] if start > backward]
     assert len(again) == 2 and set(again) <= {start for start, _, _ in lives["mul"]}
     assert set(again) <= set(read)
+
+
+def test_a_softmax_of_long_rows_is_computed_again_with_its_gradient() -> None:
+    """Its rows fit in no tile, so it is an elementwise kernel like any other: one reads the scores
+    and the gradient and writes both results."""
+
+    def layer(x, w):
+        scores = x @ w
+        return jax.nn.softmax(scores) @ w.T + jnp.sum(scores[:, :1])
+
+    def loss_of(w, x):
+        for one in w:
+            x = jax.checkpoint(layer)(x, one)
+        return jnp.sum(x**2)
+
+    long = 2 * MAX_TILE_ROW
+    graph = graph_of(train(loss_of), array(2, 64, long), array(32, 64), overlaps=True)
+    backward = min(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    again = [
+        life
+        for life in graph.liveness.lives
+        if graph.values[life.value].shape == (32, long) and life.start > backward
+    ]
+    softmaxes = [x for x in again if graph.nodes[graph.producer[x.value][0]].name == "div"]
+    gradients = {x.start for x in again if graph.nodes[graph.producer[x.value][0]].name != "div"}
+    assert softmaxes and all(x.start in gradients for x in softmaxes)

@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph, NodeKind
 from autopar.rewrite.gradient_waits import await_gradients
 from autopar.tracer.build import build_graph
 from autopar.tracer.dataflow import Dataflow
+from autopar.tracer.run_order import is_scatter_add
 from autopar.tracer.trace_step import trace_step
 from tests.unit.tracer.memory_graphs import array, graph_of, train
 
@@ -154,11 +155,30 @@ def test_gradients_that_a_loop_adds_up_take_turns_in_the_second_half_of_its_body
 
 @pytest.mark.parametrize("is_stage", [False, True])
 def test_gradients_are_not_late_in_a_body_that_is_not_planned_for_overlap(is_stage: bool) -> None:
-    """Nor in a stage of a pipeline, whose programs run single micro-batches; nor where nothing is
-    asynchronous, not even the copy of a micro-batch."""
+    """Nor in a stage of a pipeline, whose programs run single micro-batches, if the backward one
+    sends nothing; nor where nothing is asynchronous, not even the copy of a micro-batch."""
     step = trace_step(lambda w, x: accumulated(w, x, copies_slices=is_stage), ACCUMULATED)
     graph = build_graph(replace(step, is_stage=is_stage), overlaps=True)
+    if is_stage:
+        assert max(gradient_delays(graph)) > 3
+        assert graph.liveness.unhidden is not None
+        graph = replace(graph, liveness=graph.liveness.unhidden)
     assert max(gradient_delays(graph)) <= 3  # until its own addition
+
+
+def test_zeros_are_made_when_a_late_scatter_adds_to_them() -> None:
+    def loss_of(w, x):
+        rows = w["table"][jnp.arange(32) * 7 % 64]
+        for name in "abcdef":
+            rows = jnp.tanh(rows @ w[name])
+        return jnp.sum(rows * x)
+
+    weights = {"table": array(64, 64)} | {name: array(64, 64) for name in "abcdef"}
+    graph = graph_of(train(loss_of), weights, array(32, 64), overlaps=True)
+    times = graph.liveness.times
+    (scatter,) = [i for i, n in enumerate(graph.nodes) if is_scatter_add(n.name)]
+    zeros = graph.producer[graph.nodes[scatter].operands[0]][0]
+    assert times[scatter] > scatter and times[zeros] == times[scatter]
 
 
 def test_gradients_that_a_loop_stacks_run_where_they_stand() -> None:
