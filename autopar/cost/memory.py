@@ -15,22 +15,13 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.cost.holding import Holding
+from autopar.cost.reordered_copies import reordered_copies
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import NodeLayouts, is_slice, num_shards
 from autopar.tracer.costs import VIEWS
 from autopar.tracer.regions import BACKWARD, UPDATE
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Bytes of a value, or of a copy of it, in memory from `start` to `end` inclusive."""
-
-    value: int
-    start: int
-    end: int
-    num_bytes: float
-    is_copy: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +62,7 @@ def memory_profile(
         shards = num_shards(layouts[node][1][result], mesh.shape)
         holdings.append(Holding(life.value, life.start, life.end, size / shards, False))
     holdings += _copies(graph, mesh, layouts, refetch)
+    holdings += reordered_copies(graph, mesh, layouts)
     return MemoryProfile(tuple(holdings), len(graph.nodes))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.cost.memory import Holding, MemoryProfile
+from autopar.cost.holding import Holding
+from autopar.cost.memory import MemoryProfile
 from autopar.cost.parallelism_labels import op_name
 from autopar.cost.roles import Roles
 from autopar.ir.details import MEMORY_CATEGORIES, HeldArray, MemoryUse

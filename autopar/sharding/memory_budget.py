@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from autopar.cost.holding import Holding
 from autopar.cost.host_memory import with_host_memory
-from autopar.cost.memory import Holding, MemoryProfile
+from autopar.cost.memory import MemoryProfile
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh

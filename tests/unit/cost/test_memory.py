@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost.memory import memory_profile
+from autopar.cost.reordered_copies import reordered_copies
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import WHOLE
+from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 
@@ -129,3 +130,40 @@ def test_nothing_is_late_in_a_stage_whose_backward_pass_sends_nothing(sends: boo
         operands, results = layouts[index]
         layouts[index] = (tuple((1,) for _ in operands), results)
     assert bool(memory_profile(graph, LogicalMesh((2,)), layouts).peak_bytes) == sends
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_reduction_that_splits_an_inner_dimension_reorders_what_is_combined_with_it(dim) -> None:
+    """As a norm's gradient combines the gradient of its result with what it normalized."""
+
+    def step(w, x):
+        def loss_of(w):
+            scaled = x * w["scale"]
+            centered = scaled - jnp.mean(scaled, axis=-1, keepdims=True)
+            normal = centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True))
+            return jnp.sum((normal @ w["a"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss_of)(w))
+
+    state = {"a": array(64, 64), "scale": array(64)}
+    graph = build_graph(trace_step(step, (state, array(4, 16, 64))))
+    mesh = LogicalMesh((2,))
+    layouts = layouts_by(graph, lambda shape: (WHOLE,))
+
+    def split(index: int) -> list:
+        made = graph.producer[graph.nodes[index].operands[0]][0]
+        changed = list(layouts)
+        changed[made] = (layouts[made][0], ((PARTIAL,),))
+        changed[index] = (((dim,),), ((dim,),))
+        return changed
+
+    products = {i for i, n in enumerate(graph.nodes) if n.name == "dot_general"}
+    finishes = [
+        i
+        for i, n in enumerate(graph.nodes)
+        if n.kind is NodeKind.FINISH
+        and graph.producer[n.operands[0]][0] in products
+        and len(graph.values[n.operands[0]].shape) == 3
+    ]
+    found = [list(reordered_copies(graph, mesh, split(index))) for index in finishes]
+    assert any(found) == (dim > 0)
