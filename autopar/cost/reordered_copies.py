@@ -1,5 +1,4 @@
-"""Copies in another order of dimensions that a choice of layouts brings: from a `Graph` and its
-layouts to `Holding`s.
+"""Copies in another order of dimensions: from a `Graph` and its layouts to `Holding`s.
 
 XLA for GPUs reduces partial sums and splits them only by their first dimension in memory, so what
 splits another one comes with that dimension first. A kernel that combines such a result with an

@@ -80,7 +80,7 @@ def run_times(
     return times
 
 
-def _are_zeros(node: Node, zeros: Collection[int]) -> bool:
+def _are_zeros(node: Node, zeros: frozenset[int]) -> bool:
     if zeros.isdisjoint(node.results):
         return False
     return node.region == UPDATE or (node.kind is NodeKind.OP and not node.operands)
