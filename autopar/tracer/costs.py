@@ -1,5 +1,4 @@
-"""Costs of equations and nodes before sharding: flops, bytes, batch factors, deferred values and
-their order.
+"""Costs of equations and nodes before sharding: flops, bytes, batch factors, order of values.
 
 From equations and the nodes of a graph to numbers that `build` stores on nodes and values.
 """
