@@ -75,8 +75,8 @@ def batch_size(step: TracedStep, num_micro_batches: int) -> int:
             raise MeshError(
                 f"{other} has {shape[0]} rows and {path} has {size}: with num_micro_batches="
                 f"{num_micro_batches} all arrays of the batch are cut into micro-batches along "
-                "their first dimension. Give them equal first dimensions, or name the arguments "
-                "that are the batch with batch_argnums."
+                "their first dimension. Give them equal first dimensions, or pass what has no row "
+                "per example as an argument of its own, and name the others with batch_argnums."
             )
     if size % num_micro_batches:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
