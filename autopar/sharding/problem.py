@@ -7,7 +7,7 @@ of all members add up. What runs under compute is taken off (`overlap`), if that
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -81,15 +81,45 @@ class FoldedGraph:
             members.setdefault(owner, []).append(index)
         return members
 
+    @property
+    def prices(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """{class: (price, count) for each group of members with equal costs}. A price is a number
+        of `examples`, and ops of several classes may have it."""
+        return self._priced[0]
+
+    @property
+    def examples(self) -> list[Node]:
+        """A node for each price."""
+        return self._priced[1]
+
     @cached_property
-    def prices(self) -> dict[int, list[tuple[Node, int]]]:
-        """{class: (example, count) for each group of members with equal costs}."""
-        prices: dict[int, list[tuple[Node, int]]] = {}
+    def _priced(self) -> tuple[dict[int, tuple[tuple[int, int], ...]], list[Node]]:
+        numbers: dict[tuple, int] = {}
+        examples: list[Node] = []
+        prices: dict[int, tuple[tuple[int, int], ...]] = {}
         for owner, indices in self.members.items():
-            counts = Counter(_price_key(self.graph.nodes[i]) for i in indices)
-            example_of = {_price_key(self.graph.nodes[i]): self.graph.nodes[i] for i in indices}
-            prices[owner] = [(example_of[key], count) for key, count in counts.items()]
-        return prices
+            groups: dict[tuple, list[Node]] = {}
+            for i in indices:
+                node = self.graph.nodes[i]
+                groups.setdefault(_price_key(node), []).append(node)
+            found = []
+            for key, nodes in groups.items():
+                number = numbers.setdefault((key, self._cost_key(nodes[-1])), len(examples))
+                if number == len(examples):
+                    examples.append(nodes[-1])
+                found.append((number, len(nodes)))
+            prices[owner] = tuple(found)
+        return prices, examples
+
+    def _cost_key(self, node: Node) -> tuple:
+        """Nodes of any class with equal keys, here and by `_price_key`, cost the same."""
+        values = [self.graph.values[v] for v in (*node.operands, *node.results)]
+        # Equal rules are mostly one object.
+        return (
+            (node.kind.value, node.name, id(node.rule), node.signature, node.work),
+            (node.part_bytes, node.passes, node.batch_factor, len(node.operands)),
+            tuple((value.shape, value.dtype, value.num_bytes, value.deferred) for value in values),
+        )
 
     @cached_property
     def edges(self) -> dict[tuple[int, int, int, int, bool], float]:
@@ -142,42 +172,20 @@ def problem_on_mesh(
 ) -> ShardingProblem:
     """`overlaps`: collectives run under compute, where the devices allow it."""
     graph = folded.graph
-    strategies: dict[int, list[Strategy]] = {}
-    costs: dict[int, np.ndarray] = {}
-    cache: dict[tuple, tuple[list[Strategy], np.ndarray]] = {}
-    for owner, indices in folded.members.items():
-        node = graph.nodes[indices[0]]
-        pinned: frozenset[tuple[int, frozenset[Layout]]] = frozenset()
-        if allowed:
-            pinned = frozenset(
-                (r, allowed[v])
-                for i in indices
-                for r, v in enumerate(graph.nodes[i].results)
-                if v in allowed
-            )
-        # Equal rules are mostly one object, whose hash is its address.
-        key = (node.kind, node.name, id(node.rule), node.batch_factor, node.region, pinned)
-        known = cache.get(key)
-        if known is None:
-            chosen = _allowed(graph, node, mesh, pinned, keep)
-            known = cache[key] = chosen, _shards(chosen, mesh.shape)
-        strategies[owner], shards = known
-        costs[owner] = np.sum(
-            [
-                count * node_costs(graph, example, mesh, strategies[owner], shards)
-                for example, count in folded.prices[owner]
-            ],
-            axis=0,
-        )
+    strategies, costs = _strategies_and_costs(folded, mesh, allowed, keep)
     room: dict[tuple[int, int, int, int, bool], list[float]] = defaultdict(list)
     if overlaps := overlaps and hides_collectives(mesh):
         seconds = rooms(graph, mesh, [one for _, one in folded.hideable])
         for (key, _), room_s in zip(folded.hideable, seconds, strict=True):
             room[key].append(room_s)
     pairwise, taken_off = PairwiseProblem(costs), PairwiseProblem({})
+    scaled: dict[tuple[int, float], np.ndarray] = {}
     for key, matrix, weight in _edges(folded, mesh, strategies):
         u, v, *_ = key
-        pairwise.add_edge(u, v, matrix * weight)
+        together = scaled.get((id(matrix), weight))
+        if together is None:
+            together = scaled[id(matrix), weight] = matrix * weight
+        pairwise.add_edge(u, v, together)
         under_compute = hidden(matrix, room[key]) if key in room else None
         if under_compute is not None:
             pairwise.add_edge(u, v, -under_compute)
@@ -193,6 +201,43 @@ def problem_on_mesh(
         pairwise,
         hidden=_limit(taken_off) if overlaps else None,
     )
+
+
+def _strategies_and_costs(
+    folded: FoldedGraph, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None
+) -> tuple[dict[int, list[Strategy]], dict[int, np.ndarray]]:
+    """Of every class."""
+    graph = folded.graph
+    strategies: dict[int, list[Strategy]] = {}
+    costs: dict[int, np.ndarray] = {}
+    cache: dict[tuple, tuple[list[Strategy], np.ndarray]] = {}
+    cost_of: dict[tuple, np.ndarray] = {}
+    for owner, indices in folded.members.items():
+        node = graph.nodes[indices[0]]
+        pinned: frozenset[tuple[int, frozenset[Layout]]] = frozenset()
+        if allowed:
+            pinned = frozenset(
+                (r, allowed[v])
+                for i in indices
+                for r, v in enumerate(graph.nodes[i].results)
+                if v in allowed
+            )
+        # Equal rules are mostly one object, whose hash is its address.
+        key = node.kind.value, node.name, id(node.rule), node.batch_factor, node.region, pinned
+        known = cache.get(key)
+        if known is None:
+            chosen = _allowed(graph, node, mesh, pinned, keep)
+            known = cache[key] = chosen, _shards(chosen, mesh.shape)
+        strategies[owner], shards = known
+        priced = (folded.prices[owner], id(strategies[owner]))
+        if priced not in cost_of:
+            examples = [(folded.examples[number], count) for number, count in priced[0]]
+            cost_of[priced] = np.sum(
+                [n * node_costs(graph, e, mesh, strategies[owner], shards) for e, n in examples],
+                axis=0,
+            )
+        costs[owner] = cost_of[priced]
+    return strategies, costs
 
 
 def _limit(function: PairwiseProblem) -> Limit:
@@ -298,21 +343,19 @@ def _edges(
     graph, members = folded.graph, folded.members
     # Edges of equal ops have equal tables: by the ops' strategies, and what is resharded.
     known: dict[tuple, np.ndarray] = {}
-    partial_of: dict[tuple[int, int], bool] = {}
     for edge, weight in folded.edges.items():
         u, v, result, position, deferred = edge
         producer = graph.nodes[members[u][0]]
         consumer = graph.nodes[members[v][0]]
         info = graph.values[producer.results[result]]
         made, read = strategies[u], strategies[v]
-        source = id(made), result
-        if source not in partial_of:
-            partial_of[source] = any(PARTIAL in s.results[result] for s in made)
-        partial = partial_of[source] or consumer.rule.linear
-        key = (*source, id(read), position, info.shape, info.num_bytes, info.order)
-        key += partial, deferred
+        reverses = producer.name == "rev" and consumer.name == "conv_general_dilated"
+        linear = consumer.rule.linear
+        key = id(made), result, id(read), position, info.shape, info.num_bytes, info.order
+        key = *key, deferred, linear, reverses
         matrix = known.get(key)
         if matrix is None:
+            partial = linear or any(PARTIAL in s.results[result] for s in made)
             table = value_table(mesh, info, partial, deferred)
             rows = [table.index[s.results[result]] for s in made]
             if position == STATE_EDGE:
@@ -320,9 +363,9 @@ def _edges(
             else:
                 columns = [table.index[s.operands[position]] for s in read]
             matrix = np.minimum(table.cost_s[np.array(rows)[:, None], columns], FORBIDDEN)
+            if reverses:
+                # XLA knows the gradient of a strided convolution by its reversed filter. With a
+                # collective between the two, it would multiply all the zeros of a dilated image.
+                matrix = np.where(matrix > 0, FORBIDDEN, matrix)
             known[key] = matrix
-        if producer.name == "rev" and consumer.name == "conv_general_dilated":
-            # XLA knows the gradient of a strided convolution by its reversed filter. With a
-            # collective between the two, it would multiply all the zeros of a dilated image.
-            matrix = np.where(matrix > 0, FORBIDDEN, matrix)
         yield edge, matrix, weight
