@@ -220,7 +220,7 @@ def settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
             cost, around = problem.costs[node], problem.edges.get(node, {})
             for other, matrix in around.items():
                 cost = cost + matrix[:, choice[other]]
-            best = int(np.argmin(cost))
+            best = int(cost.argmin())
             if cost[best] < cost[choice[node]]:
                 choice[node] = best
                 waiting.update(around)

@@ -60,16 +60,16 @@ class PairwiseProblem:
         return sum(m.size for u, row in self.edges.items() for v, m in row.items() if u < v)
 
     def objective(self, choice: dict[int, int]) -> float:
-        total = self.constant + sum(float(c[choice[u]]) for u, c in self.costs.items())
+        total = self.constant + sum(c.item(choice[u]) for u, c in self.costs.items())
         for u, row in self.edges.items():
-            total += sum(float(m[choice[u], choice[v]]) for v, m in row.items() if u < v)
+            total += sum(m.item(choice[u], choice[v]) for v, m in row.items() if u < v)
         return total
 
 
 @dataclass(frozen=True)
 class _Undo:
     node: int
-    kept: np.ndarray  # original strategy indices that were still alive
+    kept: np.ndarray  # original strategy indices that were still alive, in order
     cost: np.ndarray
     neighbours: tuple[tuple[int, np.ndarray, np.ndarray], ...]  # (node, matrix, its kept then)
 
@@ -88,13 +88,12 @@ class Reduction:
 
     def restore(self, choice: dict[int, int]) -> dict[int, int]:
         """From indices into the reduced problem to indices into the original."""
-        full = {u: int(self.kept[u][s]) for u, s in choice.items()}
+        full = {u: self.kept[u].item(s) for u, s in choice.items()}
         for step in reversed(self.undo):
-            total = step.cost.copy()
+            total = step.cost
             for other, matrix, kept in step.neighbours:
-                position = int(np.flatnonzero(kept == full[other])[0])
-                total = total + matrix[:, position]
-            full[step.node] = int(step.kept[int(np.argmin(total))])
+                total = total + matrix[:, kept.searchsorted(full[other])]
+            full[step.node] = step.kept.item(total.argmin())
         return full
 
 
