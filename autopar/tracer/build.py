@@ -47,11 +47,24 @@ from autopar.tracer.costs import (
     touched_bytes,
 )
 from autopar.tracer.kernels import node_traffic
-from autopar.tracer.liveness import find_lives
+from autopar.tracer.liveness import LifeBasis, basis_of_lives, find_lives
 from autopar.tracer.op_sizes import equation_work
 from autopar.tracer.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltGraph:
+    """A graph, and what tells its lives where the step is run in another way."""
+
+    graph: Graph
+    basis: LifeBasis
+
+    def run_as(self, is_stage: bool) -> Graph:
+        """The graph of the step as a stage or not, which changes when values are in memory."""
+        liveness = find_lives(self.basis, is_stage, self.graph.liveness)
+        return replace(self.graph, liveness=liveness)
 
 
 def build_graph(
@@ -63,6 +76,11 @@ def build_graph(
     """`overlaps`: XLA has collectives to hide under compute, as on more than one device. That
     changes the order of its ops, and so what is in memory when. `instructions_per_byte`: of the
     device; XLA decides by it what is computed again."""
+    return build(step, overlaps, instructions_per_byte).graph
+
+
+def build(step: TracedStep, overlaps: bool, instructions_per_byte: float) -> BuiltGraph:
+    """`build_graph`, with all that another graph of the same step shares."""
     builder = _Builder(step)
     builder.build()
     return builder.graph(overlaps, instructions_per_byte)
@@ -170,7 +188,7 @@ class _Builder:
         regions = equation_regions(program)
         self.walk(program, [_Context(region, 1.0) for region in regions], 0)
 
-    def graph(self, overlaps: bool, instructions_per_byte: float) -> Graph:
+    def graph(self, overlaps: bool, instructions_per_byte: float) -> BuiltGraph:
         """The graph: nodes and values completed with what depends on all of them."""
         program, step = self.program, self.step
         outputs = tuple(self.read(o) if isinstance(o, int) else None for o in program.outputs)
@@ -184,24 +202,21 @@ class _Builder:
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
-        known = overlaps, self.zeros, instructions_per_byte, step.is_stage
-        liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops, *known)
+        known = overlaps, self.zeros, instructions_per_byte
+        basis = basis_of_lives(self.nodes, self.values, outputs, in_place, self.loops, *known)
+        liveness = find_lives(basis, step.is_stage)
+        traffic = node_traffic(
+            self.nodes, self.values, liveness.in_memory, in_place, outputs, self.zeros
+        )
         nodes = tuple(
             node.having(
-                touched_bytes=traffic.num_bytes
-                if traffic is not None and node.name == "scan_stack"
+                touched_bytes=moved.num_bytes
+                if moved is not None and node.name == "scan_stack"
                 else touched_bytes(node, self.values, liveness.in_memory),
                 batch_factor=factor,
-                traffic=traffic,
+                traffic=moved,
             )
-            for node, factor, traffic in zip(
-                self.nodes,
-                factors,
-                node_traffic(
-                    self.nodes, self.values, liveness.in_memory, in_place, outputs, self.zeros
-                ),
-                strict=True,
-            )
+            for node, factor, moved in zip(self.nodes, factors, traffic, strict=True)
         )
         deferred = deferred_values(nodes, batch_inputs)
         orders = state_orders(nodes)
@@ -218,7 +233,7 @@ class _Builder:
             Unruled(name, line, why, len(flops), sum(flops), failure)
             for (name, line, why, failure), flops in self.unruled.items()
         )
-        return Graph(
+        graph = Graph(
             values=values,
             nodes=nodes,
             inputs=program.inputs,
@@ -230,6 +245,7 @@ class _Builder:
             producer=producer,
             unfinished=frozenset(self.unfinished),
         )
+        return BuiltGraph(graph, basis)
 
     def new_value(self, like: int) -> int:
         self.values.append(replace(self.values[like], path=None))

@@ -11,6 +11,7 @@ a scatter needs in memory are merged with all other zeros of that type.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from math import prod
 from typing import NamedTuple
 
@@ -243,6 +244,13 @@ class Fusion:
                     sources[value] = made_from
                     if transposes and node.name not in REDUCTIONS:
                         transposed.add(value)
+
+    def copy(self) -> Fusion:
+        """A copy that may absorb values of its own."""
+        copied = copy(self)
+        copied.written, copied.made_from = set(self.written), dict(self.made_from)
+        copied.transposed = set(self.transposed)
+        return copied
 
     def absorb(self, value: int, made: int) -> frozenset[int]:
         """Leaves a value inside the kernel that makes another of it; returns what it is made

@@ -26,7 +26,7 @@ A value that a loop reads lives until the loop's end; a stack that it writes, fr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -47,7 +47,27 @@ from autopar.tracer.reordering import Reordering, num_orders
 from autopar.tracer.run_order import run_times
 
 
-def find_lives(
+@dataclass(frozen=True, eq=False)
+class LifeBasis:
+    """What lives of values follow from, whether or not the step is a stage.
+
+    fusion:   of the nodes, in the order that XLA runs them.
+    place:    of each node, its place in that order.
+    loops:    the half-open range of nodes of each loop, in that order.
+    made_of:  values whose kernels write them in several orders.
+    overlaps: there are collectives to hide under compute.
+    priced:   values that prices take as written.
+    """
+
+    fusion: Fusion
+    place: Sequence[int]
+    loops: Sequence[tuple[int, int]]
+    made_of: Set[int]
+    overlaps: bool
+    priced: frozenset[int]
+
+
+def basis_of_lives(
     nodes: Sequence[Node],
     values: Sequence[Value],
     outputs: Collection[int | None],
@@ -56,14 +76,11 @@ def find_lives(
     overlaps: bool = True,
     zeros: Collection[int] = (),
     instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
-    is_stage: bool = False,
-) -> Liveness:
+) -> LifeBasis:
     """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
     (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
-    everywhere; `instructions_per_byte`: of the device; `is_stage`: each trip of the loop over
-    micro-batches is a program of its own, in which something is asynchronous only if it sends
-    something (`Liveness.unhidden`)."""
+    everywhere; `instructions_per_byte`: of the device."""
     order = None if overlaps else early_backward(nodes, loops)
     place = list(range(len(nodes)))  # of each node, in the order that XLA runs them
     if order is not None:
@@ -81,24 +98,34 @@ def find_lives(
     rate = instructions_per_byte
     priced = Fusion(flow, scatters, {}, returned, kept, rate=rate, fuses_updates=False)
     flow = without_single_products(flow)
-    nodes = flow.nodes
     flow = flow.with_turned(turned_products(flow))
     reordering = Reordering(flow)
-    copied = reordering.copied
     products = folded_products(flow)
+    fusion = Fusion(flow, scatters, products, returned, kept, reordering.copied, rate)
+    in_memory = priced.read_from_memory()
+    return LifeBasis(fusion, place, tuple(loops), reordering.made_of, overlaps, in_memory)
 
-    def found(is_planned: bool) -> Liveness:
-        fusion = Fusion(flow, scatters, products, returned, kept, copied, rate)
-        # A body is planned for overlap if something in it is asynchronous, as such a copy is.
-        planned = [loop for loop in loops if is_planned and fusion.copies_slices(*loop)]
-        times = run_times(nodes, flow.zeros, overlaps, flow.recomputed, planned)
-        sweep = _Sweep(fusion, times, loops, reordering.made_of, overlaps)
-        lives, node_ends = sweep.lives()
-        times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
-        return Liveness(tuple(lives), tuple(times), tuple(node_ends), priced.read_from_memory())
 
-    liveness = found(True)
-    return replace(liveness, unhidden=found(False)) if is_stage and overlaps else liveness
+def find_lives(basis: LifeBasis, is_stage: bool = False, known: Liveness | None = None) -> Liveness:
+    """`is_stage`: each trip of the loop over micro-batches is a program of its own, in which
+    something is asynchronous only if it sends something (`Liveness.unhidden`); `known`: of the same
+    step, as a stage or not."""
+    liveness = _lives(basis, True) if known is None else replace(known, unhidden=None)
+    if not is_stage or not basis.overlaps:
+        return liveness
+    return replace(liveness, unhidden=_lives(basis, False))
+
+
+def _lives(basis: LifeBasis, is_planned: bool) -> Liveness:
+    """`is_planned`: XLA plans the bodies of loops for overlap."""
+    fusion, flow, loops, place = basis.fusion.copy(), basis.fusion.flow, basis.loops, basis.place
+    # It does so if something in a body is asynchronous, as such a copy is.
+    planned = [loop for loop in loops if is_planned and fusion.copies_slices(*loop)]
+    times = run_times(flow.nodes, flow.zeros, basis.overlaps, flow.recomputed, planned)
+    sweep = _Sweep(fusion, times, loops, basis.made_of, basis.overlaps)
+    lives, node_ends = sweep.lives()
+    times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
+    return Liveness(tuple(lives), tuple(times), tuple(node_ends), basis.priced)
 
 
 def transposed_state(flow: Dataflow, in_place: Collection[int]) -> frozenset[int]:

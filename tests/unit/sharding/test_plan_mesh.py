@@ -13,13 +13,14 @@ import pytest
 import autopar
 from autopar.errors import PlanningError
 from autopar.ir.failures import Failure
-from autopar.ir.graph import Graph, Unruled
+from autopar.ir.graph import Unruled
 from autopar.methods import ShardParallel
 from autopar.sharding import plan_mesh
 from autopar.sharding.budget import GOOD_GAP
 from autopar.sharding.plan_mesh import ShardingTask, peak_floor
 from autopar.sharding.planning_log import PlanningLog
 from autopar.tracer import known_graphs
+from autopar.tracer.build import BuiltGraph
 from autopar.tracer.trace_step import trace_step
 from examples.models import build
 
@@ -35,15 +36,16 @@ def product(x: Any, y: Any) -> Any:
 @pytest.fixture
 def share_without_rules(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Graphs in which this share of the flops has no rule, for a failure."""
-    build = known_graphs.build_graph
+    build = known_graphs.build
 
-    def built(step: Any, **options: Any) -> Graph:
-        graph = build(step, **options)
+    def built(*args: Any) -> BuiltGraph:
+        made = build(*args)
+        graph = made.graph
         flops = request.param * sum(node.weight * node.flops for node in graph.nodes)
         unruled = Unruled("dot_general", "model.py:3", "runs replicated", 1, flops, FAILURE)
-        return replace(graph, unruled=(unruled,))
+        return replace(made, graph=replace(graph, unruled=(unruled,)))
 
-    monkeypatch.setattr(known_graphs, "build_graph", built)
+    monkeypatch.setattr(known_graphs, "build", built)
 
 
 @pytest.mark.usefixtures("share_without_rules")
