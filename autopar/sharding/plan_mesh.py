@@ -38,6 +38,7 @@ from autopar.sharding.constraints import (
 )
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.ilp import check_solver
+from autopar.sharding.known_folds import KnownFolds
 from autopar.sharding.layout_constraints import (
     LayoutConstraints,
     with_output_nodes,
@@ -52,7 +53,6 @@ from autopar.sharding.solve import (
     DoesNotFit,
     GraphSharding,
     fit_into_memory,
-    fold_graph,
     solve_graph,
 )
 from autopar.sharding.tried import with_failures
@@ -110,10 +110,11 @@ class MeshProblem:
     graph: Graph
     meshes: list[LogicalMesh]
     warnings: tuple[str, ...]
+    folds: KnownFolds = field(default_factory=KnownFolds)
 
     @cached_property
     def folded(self) -> FoldedGraph:
-        return fold_graph(self.graph, fold=options_of(self.task.method).fold_layers)
+        return self.folds.of(self.graph, fold=options_of(self.task.method).fold_layers)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
         graph = corrected(graph, step, task.method)
         check_graph(graph)
     _check_rules(built, step)
-    return MeshProblem(task, step, constraints, built, graph, *_meshes(task, graph))
+    meshes, warnings = _meshes(task, graph)
+    return MeshProblem(task, step, constraints, built, graph, meshes, warnings, log.folds)
 
 
 def peak_floor(task: ShardingTask, log: PlanningLog) -> float:

@@ -16,6 +16,7 @@ from autopar.lower.planned_step import PlannedStep
 from autopar.methods import ShardingOptions
 from autopar.progress import Best, Progress, logged, showing
 from autopar.sharding.deadline import Deadline, interrupts_end
+from autopar.sharding.known_folds import KnownFolds
 from autopar.sharding.memory_limits import MemoryByRows
 from autopar.sharding.planning_processes import PlanningProcesses
 from autopar.tracer.known_graphs import KnownGraphs
@@ -49,6 +50,7 @@ class PlanningLog:
     ideal_s:         the same by tables of layers, about; 0 if unknown.
     prices:          submesh -> the price per byte at which a stage fitted there last.
     graphs:          of the steps that were looked at last.
+    folds:           of the graphs that were looked at last.
     memory:          what the step takes in micro-batches, by their number; None if unknown.
     axis_costs:      size of a mesh's last axis, 1 for meshes of one axis -> what the step costs on
                      submeshes of such a shape, relative to the best; empty if unknown.
@@ -70,6 +72,7 @@ class PlanningLog:
     ideal_s: float = 0.0
     prices: dict[Submesh, float] = field(default_factory=dict)
     graphs: KnownGraphs = field(default_factory=KnownGraphs)
+    folds: KnownFolds = field(default_factory=KnownFolds)
     memory: MemoryByRows | None = None
     axis_costs: dict[int, float] = field(default_factory=dict)
     cramped: set[int] = field(default_factory=set)

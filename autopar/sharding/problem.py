@@ -74,6 +74,13 @@ class FoldedGraph:
     graph: Graph
     classes: list[int]
 
+    def of_lives(self, graph: Graph) -> FoldedGraph:
+        """The same of a graph that has other lives alone, on which none of this depends."""
+        other = FoldedGraph(graph, self.classes)
+        shared = ("members", "_priced", "edges")
+        other.__dict__.update({name: getattr(self, name) for name in shared})
+        return other
+
     @cached_property
     def members(self) -> dict[int, list[int]]:
         members: dict[int, list[int]] = {}

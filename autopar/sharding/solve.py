@@ -19,8 +19,8 @@ from autopar.ir.spec import Layout, NodeLayouts
 from autopar.progress import debugs, tell
 from autopar.sharding.budget import BudgetResult, Enough, solve_within_budget
 from autopar.sharding.contract import SMALL, solve_contracted
-from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.problem import (
     Allowed,
     FoldedGraph,
@@ -188,11 +188,6 @@ def _tell_solver(sharding: GraphSharding) -> None:
         f"constraints ({relaxed}); objective {sharding.objective:.9g}, lower bound "
         f"{sharding.lower_bound:.9g}, gap {sharding.gap:.2%}; {seconds}",
     )
-
-
-def fold_graph(graph: Graph, *, fold: bool = True) -> FoldedGraph:
-    classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
-    return FoldedGraph(graph, classes)
 
 
 def folded_for(

@@ -261,9 +261,8 @@ def _table_maker(
         with log.timed("graph"):
             places = node_places(graph, step, looped.attached)
         with log.timed("tables"):
-            bench = TableBench(
-                graph, places, step.num_micro_batches, options.fold_layers, options.solver
-            )
+            folded = log.folds.of(graph, fold=options.fold_layers)
+            bench = TableBench(graph, places, step.num_micro_batches, folded, options.solver)
     return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
 
 

@@ -33,6 +33,7 @@ from autopar.progress import Progress
 from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
 from autopar.sharding.deadline import Deadline
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.planning_processes import SharedJobs
 from autopar.sharding.problem import (
@@ -82,7 +83,9 @@ def stage_tables(
     late:         takes the submeshes for which there was no time; one is made at least.
     """
     log = log or PlanningLog()
-    bench = bench or TableBench(graph, places, num_micro_batches, fold, solver)
+    bench = bench or TableBench(
+        graph, places, num_micro_batches, fold_graph(graph, fold=fold), solver
+    )
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
 
     def job(submesh: Submesh, shape: tuple[int, ...], limit_s: float) -> TableJob:

@@ -18,6 +18,7 @@ from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.sharding.combine import at_price
 from autopar.sharding.contract import solve_contracted
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import copy_shares
 from autopar.sharding.problem import (
@@ -29,7 +30,7 @@ from autopar.sharding.problem import (
     problem_on_mesh,
 )
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
-from autopar.sharding.solve import fold_graph, folded_for, solve_graph
+from autopar.sharding.solve import folded_for, solve_graph
 
 Choice = dict[int, int]  # class -> strategy
 
@@ -84,12 +85,12 @@ class TableBench:
         graph: Graph,
         places: NodeLayers,
         num_micro_batches: int,
-        fold: bool = True,
+        folded: FoldedGraph | None = None,
         solver: str = "highs",
     ) -> None:
         self.graph, self.places = graph, places
         self.num_micro_batches = num_micro_batches
-        self.folded = fold_graph(graph, fold=fold)
+        self.folded = folded or fold_graph(graph)
         self.solver = solver
         self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
         self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}

@@ -15,9 +15,10 @@ from autopar.sharding import contract
 from autopar.sharding.contract import solve_contracted
 from autopar.sharding.descent import Moved, along_edges
 from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.problem import problem_on_mesh
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
-from autopar.sharding.solve import fold_graph, solve_graph
+from autopar.sharding.solve import solve_graph
 from tests.properties.test_reduce_and_ilp import assert_optimal, brute_force, problems
 from tests.unit.sharding.test_blocks import graph_of
 

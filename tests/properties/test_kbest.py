@@ -20,9 +20,10 @@ from autopar.sharding.kbest import (
     solutions,
     strategy_labels,
 )
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.problem import build_problem
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
-from autopar.sharding.solve import fold_graph, solve_graph
+from autopar.sharding.solve import solve_graph
 from tests.properties.test_solver_against_brute_force import stack_graph
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from autopar.errors import SolverError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.marginals import layouts_of, min_marginals
 from autopar.sharding.problem import build_problem
-from autopar.sharding.solve import fold_graph, solve_graph
+from autopar.sharding.solve import solve_graph
 from tests.properties.test_solver_against_brute_force import (
     brute_force,
     graphs,

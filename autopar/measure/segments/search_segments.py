@@ -36,10 +36,11 @@ from autopar.measure.segments.profile import ONE_ARRAY, segment_layouts
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.kbest import Solution as Ranked
 from autopar.sharding.kbest import k_best, sharding_of
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.plan_mesh import ShardingTask, plan_mesh, planned_as
 from autopar.sharding.problem import FoldedGraph, problem_on_mesh
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
-from autopar.sharding.solve import GraphSharding, fold_graph
+from autopar.sharding.solve import GraphSharding
 
 _SMALLEST_S = 1e-9  # a lower bound of every time
 _PRICES = 16  # tries to meet a budget

@@ -11,8 +11,8 @@ from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
 from autopar.sharding.blocks import find_blocks, is_entry
+from autopar.sharding.known_folds import fold_graph
 from autopar.sharding.problem import ShardingProblem, problem_on_mesh
-from autopar.sharding.solve import fold_graph
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 from examples.models import build
