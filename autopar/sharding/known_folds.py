@@ -1,5 +1,7 @@
-"""Folded graphs that were looked at last: a `Graph` → its `FoldedGraph`, found once for graphs that
-differ in lives alone."""
+"""Folded graphs that were looked at last: a `Graph` → its `FoldedGraph`.
+
+Graphs that differ in the lives of values alone are folded once.
+"""
 
 from __future__ import annotations
 
