@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 NUM_LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCABULARY = 4, 16, 4, 8, 16, 32
 # A large epsilon: Adam would turn the rounding of a zero gradient into a whole step.
@@ -374,6 +376,88 @@ def adapters() -> Scanned:
     return Scanned(step, state_of({"layers": small}, frozen=language_params()), tokens)
 
 
+def grouped_queries() -> Scanned:
+    """A Llama as MaxText writes it: a scan under a policy that saves products by name, rotary
+    positions, queries in groups, a gated MLP and masks from the batch."""
+    groups, size = 2, WIDTH // HEADS
+    per_group = HEADS // groups
+
+    def rotate(x: jax.Array, at: jax.Array) -> jax.Array:
+        angle = at[..., None, None] / 100.0 ** (jnp.arange(size // 2) * 2 / size)
+        left, right = jnp.split(x, 2, -1)
+        sin, cos = jnp.sin(angle), jnp.cos(angle)
+        return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def one(carry: Any, own: Any) -> tuple[Any, None]:
+        x, at, segments = carry
+        h = rms_norm(x, own["n1"])
+        q = checkpoint_name(jnp.einsum("btd,dhk->bthk", h, own["query"]), "query")
+        k = checkpoint_name(jnp.einsum("btd,dgk->btgk", h, own["key"]), "key")
+        v = checkpoint_name(jnp.einsum("btd,dgk->btgk", h, own["value"]), "value")
+        q = rotate(q, at).reshape(*x.shape[:2], groups, per_group, size)
+        scores = jnp.einsum("btgpk,bsgk->bgpts", q, rotate(k, at)) / size**0.5
+        seen = (at[:, :, None] >= at[:, None]) & (segments[:, :, None] == segments[:, None])
+        scores = jnp.where(seen[:, None, None], scores, -1e9)
+        mixed = jnp.einsum("bgpts,bsgk->btgpk", jax.nn.softmax(scores), v)
+        mixed = mixed.reshape(*x.shape[:2], HEADS, size)
+        x = x + checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, own["out"]), "out")
+        h = rms_norm(x, own["n2"])
+        x = x + (jax.nn.silu(h @ own["gate"]) * (h @ own["up"])) @ own["down"]
+        return (x, at, segments), None
+
+    policy = jax.checkpoint_policies.save_only_these_names("query", "key", "value", "out")
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        carry = (params["embed"][batch["tokens"]], batch["at"], batch["segments"])
+        (x, _, _), _ = lax.scan(jax.checkpoint(one, policy=policy), carry, params["layers"])
+        return token_loss(params, rms_norm(x, params["norm"]), batch)
+
+    def batch_of(index: int) -> dict[str, jax.Array]:
+        segments = (jnp.arange(LENGTH) >= LENGTH // 2).astype(jnp.int32)
+        at = jnp.arange(LENGTH) % (LENGTH // 2)
+        rows = {"segments": segments, "at": at.astype(jnp.float32)}
+        return {**tokens(index), **{n: jnp.tile(x, (ROWS, 1)) for n, x in rows.items()}}
+
+    shapes = {"query": (WIDTH, HEADS, size), "key": (WIDTH, groups, size)}
+    shapes |= {"value": (WIDTH, groups, size), "out": (HEADS, size, WIDTH)}
+    shapes |= {"gate": (WIDTH, 48), "up": (WIDTH, 48), "down": (48, WIDTH)}
+    own = {n: normal(i, NUM_LAYERS, *shape) for i, (n, shape) in enumerate(shapes.items())}
+    own |= {n: jnp.ones((NUM_LAYERS, WIDTH)) for n in ("n1", "n2")}
+    params = {**language_params(own), "norm": jnp.ones(WIDTH)}
+    return Scanned(step_of(loss), state_of(params), batch_of)
+
+
+class Residual(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array) -> None:
+        first, second = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=first)
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=second)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+def stacked_modules() -> Scanned:
+    """Equinox's modules, made together by `filter_vmap` and scanned as its manual shows."""
+    modules = eqx.filter_vmap(Residual)(jax.random.split(jax.random.key(5), NUM_LAYERS))
+    arrays, others = eqx.partition(modules, eqx.is_array)
+
+    def one(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+        return jax.vmap(jax.vmap(eqx.combine(own, others)))(x), None
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x, _ = lax.scan(one, batch["x"], params["layers"])
+        return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+    params = {"layers": arrays, "head": normal(8, WIDTH, WIDTH)}
+    return Scanned(step_of(loss), state_of(params), sequences)
+
+
 MODELS: Mapping[str, Callable[[], Scanned]] = {
     "keys-and-caches": keys_and_caches,
     "period-of-three": period_of_three,
@@ -385,4 +469,6 @@ MODELS: Mapping[str, Callable[[], Scanned]] = {
     "kinds-by-flag": kinds_by_flag,
     "rates-by-layer": rates_by_layer,
     "adapters": adapters,
+    "grouped-queries": grouped_queries,
+    "stacked-modules": stacked_modules,
 }
