@@ -22,7 +22,7 @@ from typing import Any
 
 PHASES = ("all", "plan", "run", "tables", "plan-one", "rank")  # the last two: for processes
 MODELS = (
-    "gpt", "gpt-wide", "gpt-vocab", "llama", "llama-long", "gpt-narrow", "moe", "bert", "vit",
+    "llama-long", "gpt", "gpt-wide", "gpt-vocab", "llama", "gpt-narrow", "moe", "bert", "vit",
     "wresnet", "dlrm",
 )  # fmt: skip
 
