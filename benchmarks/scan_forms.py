@@ -69,8 +69,15 @@ AUTOMATIC_TEXT = """## By the default method
 
 Everything is automatic, within 60 CPU seconds. A scan is planned as a scan first, and written out
 if time and memory are left; `stopped` in `benchmarks/results/scan_forms.json` says what was left
-out. Under `jax.checkpoint` neither form lacks memory, and they spend it differently: written-out
-layers may keep gathered weights from the forward pass to the backward pass, a scan's trips may not.
+out.
+
+Under `jax.checkpoint` neither form lacks memory, and they spend it differently, as `plan.explain()`
+shows. A scan stacks the gradients of all layers until the update, where written-out layers are
+updated one by one: on one device the GPT has 677 MiB of gradients at its peak, and none written
+out. Written-out layers may keep gathered weights from the forward pass to the backward pass,
+a scan's trips may not: by `Zero3Parallel` on eight devices Llama3-8B keeps 20.1 GiB of them, 0.3
+scanned, and the mixture of experts 8.3 and 0.9. And where weights are split is chosen by time alone
+as long as memory is not short: the scanned ViT splits all of its state, written out a part of it.
 """
 
 PIPELINES_TEXT = """## Llama-70B as a pipeline
