@@ -87,6 +87,18 @@ def attentive(layers: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Ar
     return jnp.mean(x**2)
 
 
+def long_rows(layers: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """A recomputed softmax whose rows fit in no tile is made by the kernel of its gradient, beside
+    the scores and both of their gradients."""
+    latents = x[:, :256]
+    for w in layers:
+        keys, values = jnp.split(x @ w["kv"], 2, -1)
+        scores = jnp.einsum("bqd,bkd->bqk", latents @ w["q"], keys)
+        mixed = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), values)
+        latents = latents + mixed @ w["out"]
+    return jnp.mean(latents**2)
+
+
 def two_losses(w: dict[str, list[jax.Array]], x: jax.Array) -> jax.Array:
     """Networks with a loss each; the second reads what the first says, without a gradient. XLA
     differentiates the first before it computes the second."""
@@ -123,6 +135,13 @@ def two_losses(w: dict[str, list[jax.Array]], x: jax.Array) -> jax.Array:
         (deep, [(array(512, 2048), array(2048, 512))] * 8, array(16384, 512), 8, "all"),
         (attentive, [(array(256, 768), array(256, 256))] * 3, array(32, 512, 256), 8, "none"),
         (attentive, [(array(256, 768), array(256, 256))] * 3, array(32, 512, 256), 8, "all"),
+        (
+            long_rows,
+            [{"q": array(128, 128), "kv": array(128, 256), "out": array(128, 128)}] * 3,
+            array(16, 2**15, 128),
+            8,
+            "all",
+        ),
     ],
 )
 def test_a_prediction_is_near_the_buffer_assignment(
