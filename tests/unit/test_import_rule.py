@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.structure import circles, import_graph, imported_names, read_folder
+from benchmarks.structure import circles, import_graph, imported_names, parse, read_folder
 
 PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 
@@ -39,7 +39,7 @@ def find_violations(package_dir: Path) -> list[str]:
             found.append(f"{where}:1: {room!r} is not in ORDER")
             continue
         forbidden = {*ORDER[ORDER.index(room) + 1 :], *(PLANNER if room == "runtime" else ())}
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        tree = parse(path.read_text(encoding="utf-8"))
         imported = sorted(set(imported_names(tree, package=module[:-1])))
         for line, name in imported:
             if (target := _room(name)) in forbidden:

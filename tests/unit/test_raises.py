@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar import errors
+from benchmarks.structure import parse
 
 PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 
@@ -52,7 +53,7 @@ BUILTIN = {
 
 def builtins_raised(source: str) -> Iterator[tuple[int, str]]:
     """(line, name) of every `raise` of one of Python's own exceptions but AssertionError."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if not isinstance(node, ast.Raise):
             continue
         raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc

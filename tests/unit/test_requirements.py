@@ -22,6 +22,7 @@ from autopar import _jax, _requirements
 from autopar._requirements import INTERNALS, JAX_BOUNDS, REQUIRED
 from autopar.errors import AutoparError, DependencyError
 from autopar.tracer.trace_step import trace_step
+from benchmarks.structure import parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "autopar"
@@ -86,7 +87,7 @@ def test_which_versions_are_tested(version: str, tested: bool) -> None:
 
 def used_internals() -> set[str]:
     """What `_jax.py` takes from JAX's internals, as dotted paths."""
-    tree = ast.parse((PACKAGE / "_jax.py").read_text())
+    tree = parse((PACKAGE / "_jax.py").read_text())
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
@@ -108,7 +109,7 @@ def used_internals() -> set[str]:
 
 
 def attributes_of_autopar() -> set[str]:
-    trees = (ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py"))
+    trees = (parse(file.read_text()) for file in PACKAGE.rglob("*.py"))
     nodes = (node for tree in trees for node in ast.walk(tree))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 

@@ -13,6 +13,7 @@ from benchmarks.structure import (
     import_graph,
     long_functions,
     longest_chain,
+    parse,
     read_folder,
     repeated_classes,
     room_graph,
@@ -25,7 +26,7 @@ LONGEST_CHAIN = 14
 
 def first_line_fault(source: str) -> str:
     """What is wrong with the first line of a module's docstring; empty if nothing is."""
-    docstring = ast.get_docstring(ast.parse(source))
+    docstring = ast.get_docstring(parse(source))
     if docstring is None:
         return "no docstring"
     first = docstring.splitlines()[0]
