@@ -38,7 +38,6 @@ MAX_REPLANS = 3
 # Predictions that are this much too large are not believed before XLA has counted.
 _MOST_TOO_LARGE = 1.5
 _MARGIN = 1.02  # beyond what was learned, so that the next plan is not on the edge again
-_MARGINS = (_MARGIN, 1.1, 1.3)  # by replans: another plan errs otherwise, and the last must fit
 _LEAST_SHARE = 0.02  # of the limit: less predicted beside the arguments says nothing of ratios
 # What a plan that ran out of memory counts for, over the limit.
 RAN_OUT = 1.15
@@ -127,8 +126,7 @@ class Refit(Generic[Compiled]):
         if len(replanned) > MAX_REPLANS:
             raise _does_not_fit(least, least_found, replanned, limit, None)
         LOGGER.warning("%s: %s Planning again (%d).", plan.name, replanned[-1], len(replanned))
-        margin = _MARGINS[min(len(replanned), len(_MARGINS)) - 1]
-        correction = learned(plan, [excess * b for b in found.compiled_bytes], limit, margin)
+        correction = learned(plan, [excess * b for b in found.compiled_bytes], limit)
         try:
             return self.plan_again(correction), replanned
         except MemoryBudgetError as error:
@@ -136,10 +134,10 @@ class Refit(Generic[Compiled]):
 
 
 def learned(
-    plan: ParallelPlan, compiled_bytes: Sequence[float], limit_bytes: float, margin: float = _MARGIN
+    plan: ParallelPlan, compiled_bytes: Sequence[float], limit_bytes: float
 ) -> MemoryCorrection:
     """What a plan's predictions must be multiplied by, beside its arguments, to be XLA's: of the
-    mesh where they are furthest below; and by the margin."""
+    mesh where they are furthest below."""
     known = plan.correction or MemoryCorrection()
     plans = [stage.plan or plan for stage in plan.stages]
     of_mesh: dict[int, list[ParallelPlan]] = {}
@@ -153,7 +151,7 @@ def learned(
         predicted = sum(p.estimated_peak_bytes for p in of_mesh[mesh]) - held
         beside = max(predicted, _LEAST_SHARE * limit_bytes)
         factor = max(factor, (bytes_ - held) / beside)
-    factor = max(factor, 1.0) * margin
+    factor = max(factor, 1.0) * _MARGIN
     if plan.is_pipeline:  # stages that recompute and stages that do not
         return MemoryCorrection(factor * known.kept, factor * known.recomputed)
     return known.times(factor, bool(plan.remat))

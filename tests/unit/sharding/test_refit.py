@@ -109,32 +109,6 @@ def test_a_plan_over_its_budget_is_made_again(
     assert autopar.ParallelPlan.from_json(plan.to_json()).memory_found == found
 
 
-def test_every_further_plan_leaves_more_room(
-    one_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each plan may err otherwise than the one before, so that its figure alone is no bound."""
-    budget = 2.0 * free_bytes()
-    monkeypatch.setattr(LocalExecutable, "mesh_memory_bytes", lambda _: (1.01 * budget,))
-    asked: list[float] = []
-    real = refit.learned
-
-    def learned(plan: Any, *args: Any) -> MemoryCorrection:
-        found = real(plan, *args)
-        known = plan.correction or MemoryCorrection()
-        held = refit.argument_bytes(plan)
-        needed = (1.01 * budget - held) / (plan.estimated_peak_bytes - held)
-        recomputes = bool(plan.remat)
-        asked.append(found.factor(recomputes) / known.factor(recomputes) / max(needed, 1.0))
-        return found
-
-    monkeypatch.setattr(refit, "learned", learned)
-    step = autopar.parallelize(train_step, method=with_budget(budget), donate_argnums=())
-    with pytest.raises(autopar.MemoryBudgetError):
-        step(BLOCKS, BATCH)
-    assert len(asked) == refit.MAX_REPLANS
-    assert asked == pytest.approx([1.02, 1.1, 1.3])
-
-
 def test_after_three_more_plans_the_error_has_both_figures(
     one_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
