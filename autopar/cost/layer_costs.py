@@ -103,7 +103,10 @@ class LayerTerms:
         self.num_micro_batches = n
         self.is_run_each = layers.phase != PER_STEP
         inside = np.flatnonzero(self.is_run_each)
-        times = np.array(graph.liveness.times)
+        # Layouts decide whether a stage has something to hide. Tables have none yet, so nothing runs
+        # late in them.
+        self.liveness = graph.liveness.unhidden or graph.liveness
+        times = np.array(self.liveness.times)
         self.times = times
         self.loop_end = int(times[inside].max()) if len(inside) else -1
         self.node_groups: list[int] = []  # an example node of each
@@ -178,7 +181,7 @@ class LayerTerms:
         value, consumer, producer = edges.T
         sizes = np.array([graph.values[v].num_bytes for v in value], dtype=float)
         start = self.times[consumer]
-        end = np.maximum(start, np.array(graph.liveness.node_ends)[consumer])
+        end = np.maximum(start, np.array(self.liveness.node_ends)[consumer])
         finishes = np.array([graph.nodes[v].kind is NodeKind.FINISH for v in consumer], dtype=bool)
         end = np.where(finishes, start, end)
         start = np.where(finishes, self.times[producer], start)
@@ -215,7 +218,7 @@ class LayerTerms:
         held, working, temporary, reread = [], [], [], []
         summing = {v for index in summed_at for v in graph.nodes[index].results}
         last = len(graph.nodes)
-        for life in graph.liveness.lives:
+        for life in self.liveness.lives:
             node, _ = graph.producer[life.value]
             entry = (life.value, int(layer[node]), life.start, life.end)
             if phase[node] == PER_STEP:
