@@ -103,9 +103,8 @@ class LayerTerms:
         self.num_micro_batches = n
         self.is_run_each = layers.phase != PER_STEP
         inside = np.flatnonzero(self.is_run_each)
-        # Layouts decide whether a stage has something to hide. Tables have none yet, so nothing runs
-        # late in them.
-        self.liveness = graph.liveness.unhidden or graph.liveness
+        # Layouts, which are not known yet, decide whether a stage has something to hide.
+        self.liveness = graph.liveness.least
         times = np.array(self.liveness.times)
         self.times = times
         self.loop_end = int(times[inside].max()) if len(inside) else -1

@@ -178,6 +178,11 @@ class Liveness:
     in_memory: frozenset[int] = frozenset()
     unhidden: Liveness | None = None
 
+    @property
+    def least(self) -> Liveness:
+        """What is true of every plan at least, whether or not it sends anything."""
+        return self.unhidden or self
+
     def having(self, change: Callable[[Liveness], Liveness]) -> Liveness:
         """With a change to this and to what is true if nothing has to be hidden."""
         return replace(change(self), unhidden=self.unhidden and change(self.unhidden))

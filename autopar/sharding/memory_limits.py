@@ -194,7 +194,7 @@ def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:
     """A lower bound on the peak of every choice: every value in its smallest shard."""
     smallest: dict[tuple[Rule, int], float] = {}
     change = np.zeros(len(graph.nodes) + 2)
-    for life in graph.liveness.lives:
+    for life in graph.liveness.least.lives:
         node, result = graph.producer[life.value]
         key = (graph.nodes[node].rule, result)
         if key not in smallest:
@@ -243,7 +243,7 @@ def memory_by_rows(graph: Graph, num_micro_batches: int, num_devices: int) -> Me
         if any(dim and dim[0] == node.batch_factor for dim in dims)
     }
     changes = np.zeros((2, len(graph.nodes) + 2))
-    for life in graph.liveness.lives:
+    for life in graph.liveness.least.lives:
         size = graph.values[life.value].num_bytes * life.count / num_devices
         change = changes[int(life.value in has_rows)]
         change[life.start] += size
