@@ -54,7 +54,7 @@ from autopar.tracer.trace import StepOptions
 _SMALLEST_SHARE = 1e-3  # of the largest operator's FLOPs, for an operator to be a decision
 _MOST_PROGRAMS = 2  # for which other plans on one mesh are searched
 _MORE = 1.5  # times the price at which fitting and not fitting cost the same
-_MOST_MISFITS = 50  # consecutive solutions that do not fit, before giving up a mesh
+_MOST_MISFITS = 200  # consecutive solutions that do not fit, before giving up a mesh
 
 
 def plan_candidates(

@@ -322,6 +322,8 @@ def test_a_range_costs_what_its_stage_does_alone(shape) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("shape", [(2,), (4,)])
 def test_a_range_takes_the_memory_that_its_stage_does_alone(shape) -> None:
+    """And up to 30 % more: a table holds what the backward pass reads from the forward pass, where
+    a stage makes it again when it needs it. It may not hold less."""
     own = gpt()
     submesh, count = (1, int(np.prod(shape))), len(own.layers.layers)
     (table,) = own.tables([submesh], shapes={submesh: [shape]}, prices=(), remat=(False,))
@@ -333,7 +335,7 @@ def test_a_range_takes_the_memory_that_its_stage_does_alone(shape) -> None:
         graph = with_in_flight(build_graph(stage.step), stage, in_flight)
         alone = replace(solve_graph(graph, mesh), refetch=True).memory.peak_bytes
         kept = table.held_bytes[part].sum() + in_flight * table.in_flight_bytes[part].sum()
-        assert kept + table.working_bytes[part].max() == pytest.approx(alone, rel=0.15)
+        assert 1.0 <= (kept + table.working_bytes[part].max()) / alone <= 1.3
 
 
 @pytest.mark.ci
