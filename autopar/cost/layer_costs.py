@@ -13,14 +13,14 @@ Memory, with forward and backward pass of a micro-batch as two programs:
 
     held        values made outside of the loop and alive until its end, with their copies in other
                 layouts; sums over micro-batches, in full where they are reduced after the loop;
-                results that replace no argument; of one micro-batch, other forward values that the
-                backward pass reads
+                results that replace no argument
     in flight   residuals handed to the backward program, counted in a layer that reads them;
                 without values made from parameters and constants alone, which are recomputed
-    working     the maximum of what else is alive while the layer runs or is updated
+    working     the maximum of what else is alive while the layer runs or is updated; other forward
+                values that the backward pass reads, which its program makes again for each layer
 
 A recomputed layer stores the values that it reads from other layers; its forward time is added, and
-its residuals and what else its backward pass reads count as working memory.
+its residuals count as working memory.
 """
 
 from __future__ import annotations
@@ -333,8 +333,9 @@ class LayerTerms:
         n = self.num_micro_batches
         share = costs.value_share
         held_copies, copies, temporary = self._copies(costs)
-        held = self.held.by_layer(share, count) + self.reread.by_layer(share, count) + held_copies
+        held = self.held.by_layer(share, count) + held_copies
         in_flight = spread_shared(self.in_flight.by_layer(share, count))
+        reread = spread_shared(self.reread.by_layer(share, count))
         working = self._working(copies + self._alive(self.working, self.working.on_device(share)))
         values = self.temporary
         items = (
@@ -352,7 +353,7 @@ class LayerTerms:
             once_s=once,
             held_bytes=spread_shared(held),
             in_flight_bytes=in_flight,
-            working_bytes=np.maximum(working, updating - in_flight),
+            working_bytes=np.maximum(working + reread, updating - in_flight),
         )
 
     def recomputed(self, table: LayerTable, costs: GroupCosts) -> LayerTable:
@@ -360,13 +361,11 @@ class LayerTerms:
         share, count = costs.value_share, self.layers.num_layers
         inputs = spread_shared(self.boundary.by_layer(share, count))
         is_recomputed = table.in_flight_bytes > inputs
-        reread = is_recomputed * self.reread.by_layer(share, count)[1:]
         return replace(
             table,
             latency_s=table.latency_s + is_recomputed * table.forward_s,
-            held_bytes=table.held_bytes - reread,
             in_flight_bytes=np.where(is_recomputed, inputs, table.in_flight_bytes),
-            working_bytes=table.working_bytes + reread + is_recomputed * table.in_flight_bytes,
+            working_bytes=table.working_bytes + is_recomputed * table.in_flight_bytes,
             remat=True,
         )
 

@@ -170,13 +170,14 @@ def test_forward_is_a_third_of_a_model_of_products() -> None:
 def test_memory_of_a_single_device_is_what_the_program_says() -> None:
     """Per layer: weight, momentum and sum of gradients are held. A product is in flight in the
     layer that takes its sine, which is the one after it; the sine, which the backward pass reads,
-    is there once, and its slope is made again. What the first layer reads is a slice of the batch,
-    which is held."""
+    and its slope are made again when the layer's turn comes. What the first layer reads is a slice
+    of the batch, which is held."""
     (table,) = mlp().tables([(1, 1)], remat=(False,))
     weight, rows = 4 * WIDTH * WIDTH, 4 * ROWS * WIDTH
     batch = 4 * rows
     extra = np.array([batch, 0, 0])
-    assert table.held_bytes == pytest.approx(3 * weight + rows + extra, rel=0.01)
+    assert table.held_bytes == pytest.approx(3 * weight + extra, rel=0.01)
+    assert (table.working_bytes >= rows).all()
     # The last layer has two sines.
     assert table.in_flight_bytes == pytest.approx([0, rows, 2 * rows], rel=0.01)
 
@@ -206,7 +207,7 @@ def test_a_layer_that_is_computed_again_keeps_its_input() -> None:
     is_again = np.array([0, 0, 1])  # the others keep nothing but their input
     assert again.latency_s == pytest.approx(kept.latency_s + is_again * kept.forward_s)
     assert (again.working_bytes >= kept.in_flight_bytes).all()
-    assert again.held_bytes == pytest.approx(kept.held_bytes - is_again * rows)
+    assert again.held_bytes == pytest.approx(kept.held_bytes)
     total = kept.held_bytes + kept.working_bytes + is_again * kept.in_flight_bytes
     assert again.held_bytes + again.working_bytes == pytest.approx(total)
 
@@ -322,8 +323,6 @@ def test_a_range_costs_what_its_stage_does_alone(shape) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("shape", [(2,), (4,)])
 def test_a_range_takes_the_memory_that_its_stage_does_alone(shape) -> None:
-    """And up to 30 % more: a table holds what the backward pass reads from the forward pass, where
-    a stage makes it again when it needs it. It may not hold less."""
     own = gpt()
     submesh, count = (1, int(np.prod(shape))), len(own.layers.layers)
     (table,) = own.tables([submesh], shapes={submesh: [shape]}, prices=(), remat=(False,))
@@ -335,7 +334,7 @@ def test_a_range_takes_the_memory_that_its_stage_does_alone(shape) -> None:
         graph = with_in_flight(build_graph(stage.step), stage, in_flight)
         alone = replace(solve_graph(graph, mesh), refetch=True).memory.peak_bytes
         kept = table.held_bytes[part].sum() + in_flight * table.in_flight_bytes[part].sum()
-        assert 1.0 <= (kept + table.working_bytes[part].max()) / alone <= 1.3
+        assert kept + table.working_bytes[part].max() == pytest.approx(alone, rel=0.15)
 
 
 @pytest.mark.ci
