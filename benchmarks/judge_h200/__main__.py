@@ -50,8 +50,9 @@ def run_measure(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
         "device": jax.devices()[0].device_kind,
     }
     chosen = [case for case in cases if case.name in wanted]
-    measure(chosen, Folder(options.out, about), tiny=options.tiny, ends_s=ends_s)
-    limit.cancel()
+    late = measure(chosen, Folder(options.out, about), tiny=options.tiny, ends_s=ends_s)
+    if not late:
+        limit.cancel()
 
 
 def run_compare(options: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """Cases → a folder with a row per case, its optimized HLO, and a profile of one step.
 
-Some cases at a time are compiled side by side, then timed one after another with nothing else on
-the GPU. When all have been timed, one step of each runs under the profiler while time is left,
+All cases are compiled first, some side by side, then timed one after another with nothing else on
+the GPU. Where one takes most of the time to compile, the others are timed beside it, and their
+rows say so. When all have been timed, one step of each runs under the profiler while time is left,
 those of the development half first. The state is donated; a sample is a round of steps that are
 dispatched without waiting.
 """
@@ -13,8 +14,8 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ NO_BUDGET_BYTES = 1e15
 LEAST_ROUND_S = 0.15
 WARM_UP_S = 0.3
 NUM_ROUNDS = 7
-SIDE_BY_SIDE = 6
+SIDE_BY_SIDE = 8
+COMPILING = 0.7  # of the time; a case that has not been compiled then is left out
 
 
 @dataclass(frozen=True)
@@ -69,31 +71,28 @@ def file_of(folder: Path, name: str, ending: str) -> Path:
     return folder / (re.sub(r"\W+", "-", name) + ending)
 
 
-def measure(cases: Sequence[Case], folder: Folder, *, tiny: bool, ends_s: float) -> None:
-    """Cases that have not begun at `ends_s`, by `time.monotonic`, are left out."""
+def measure(cases: Sequence[Case], folder: Folder, *, tiny: bool, ends_s: float) -> list[str]:
+    """Until `ends_s`, by `time.monotonic`. What has not begun then is left out. Returns the cases
+    that took too long to compile, some of which may still be compiled."""
     ready: list[Compiled] = []
-    for first in range(0, len(cases), SIDE_BY_SIDE):
+    found, late = _compile_all(cases, folder, tiny, COMPILING * (ends_s - time.monotonic()))
+    for one in found:
         if time.monotonic() > ends_s:
             break
-        group = cases[first : first + SIDE_BY_SIDE]
-        for case, found in _compile_all(group, tiny):
-            if not isinstance(found, Compiled):
-                _fail(folder, case, found)
-                continue
-            folder.add_file(case.name, ".hlo.gz", found.step.as_text().encode())
-            try:
-                row = _timed_row(found)
-            except jax.errors.JaxRuntimeError as error:
-                _fail(folder, case, error)
-                continue
-            folder.add(row)
-            ready.append(found)
-            step_ms, spread = 1e3 * row["step_s"], row["spread"]
-            print(f"{case.name:26s} {step_ms:8.2f} ms ± {spread:.1%}", flush=True)
+        try:
+            row = _timed_row(one)
+        except jax.errors.JaxRuntimeError as error:
+            _fail(folder, one.case, error)
+            continue
+        folder.add(row | ({"compiling_beside": late} if late else {}))
+        ready.append(one)
+        step_ms, spread = 1e3 * row["step_s"], row["spread"]
+        print(f"{one.case.name:26s} {step_ms:8.2f} ms ± {spread:.1%}", flush=True)
     for one in sorted(ready, key=lambda one: one.case.held_out):
         if time.monotonic() > ends_s:
             break
         folder.add_file(one.case.name, ".xplane.gz", _profile(one))
+    return late
 
 
 def _fail(folder: Folder, case: Case, error: Exception) -> None:
@@ -102,14 +101,30 @@ def _fail(folder: Folder, case: Case, error: Exception) -> None:
     print(f"{case.name:26s} {first}", flush=True)
 
 
-def _compile_all(cases: Sequence[Case], tiny: bool) -> Iterator[tuple[Case, Compiled | Exception]]:
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        futures = [pool.submit(_compile, case, tiny) for case in cases]
+def _compile_all(
+    cases: Sequence[Case], folder: Folder, tiny: bool, limit_s: float
+) -> tuple[list[Compiled], list[str]]:
+    """The compiled ones, and the names of those that are not after `limit_s`."""
+    pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+    futures = [pool.submit(_compile, case, tiny) for case in cases]
+    started = time.monotonic()
+    wait(futures, limit_s)
+    pool.shutdown(wait=False, cancel_futures=True)
+    found, late = [], []
     for case, future in zip(cases, futures, strict=True):
+        if not future.done() or future.cancelled():
+            late.append(case.name)
+            continue
         try:
-            yield case, future.result()
+            one = future.result()
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-            yield case, error
+            _fail(folder, case, error)
+            continue
+        folder.add_file(case.name, ".hlo.gz", one.step.as_text().encode())
+        found.append(one)
+    spent_s = time.monotonic() - started
+    print(f"{len(found)} compiled in {spent_s:.0f} s; late: {late}", flush=True)
+    return found, late
 
 
 def _compile(case: Case, tiny: bool) -> Compiled:
