@@ -24,6 +24,7 @@ from autopar import _requirements
 
 _requirements.check_jax()
 
+from jax._src import array as _array
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
@@ -708,6 +709,38 @@ def shard_copier(targets: Sequence[Any]) -> Any:
     semantics = [_xla_client.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
     copy = _xla_client.batched_copy_array_to_devices_with_sharding
     return lambda arrays: copy(arrays, device_lists, targets, semantics)
+
+
+def shards_of(array: jax.Array) -> list[jax.Array]:
+    """An array's shards in this process, in the order of `devices_of`: `addressable_shards` without
+    their descriptions, which take longer to make."""
+    shards: Any = array
+    return shards._arrays
+
+
+def devices_of(sharding: jax.sharding.NamedSharding) -> list[Any]:
+    """The devices of this process, in the order in which arrays of this sharding hold shards."""
+    return list(sharding._internal_device_list.addressable_device_list)
+
+
+class ArrayMaker:
+    """Makes arrays of one type of their shards, in the order of `devices_of`. JAX checks the first;
+    the others are not checked, which would take longer than all else."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.NamedSharding
+    ) -> None:
+        self._type = (shape, sharding, dtype)
+        self._aval: ShapedArray | None = None
+
+    def __call__(self, shards: Sequence[jax.Array]) -> jax.Array:
+        shape, sharding, dtype = self._type
+        arrays: list[Any] = list(shards)
+        if self._aval is not None:
+            return _array.ArrayImpl(self._aval, sharding, arrays, committed=True, _skip_checks=True)
+        made: Any = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+        self._aval = made.aval
+        return made
 
 
 def start_transfer_server(*args: Any, **options: Any) -> Any:

@@ -49,6 +49,7 @@ CACHE = "autopar profile --model"
 # argument in brackets. `STEPS` are looked up when autopar is first used, the others on their use.
 INTERNALS: dict[str, tuple[str, ...]] = {
     STEPS: (
+        "jax._src.array.ArrayImpl._arrays",
         "jax._src.core.Jaxpr.constvars",
         "jax._src.core.Jaxpr.eqns",
         "jax._src.core.Jaxpr.invars",

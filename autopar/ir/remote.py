@@ -101,6 +101,7 @@ class LoweredStep:
     transfers:          by number.
     stage_mesh:         the mesh of each stage.
     donated:            positions of the arguments that the step uses up.
+    state_results:      positions of the results that are the state of the next step.
     """
 
     name: str
@@ -113,6 +114,7 @@ class LoweredStep:
     arguments: tuple[BoundBuffer, ...]
     results: tuple[BoundBuffer, ...]
     donated: frozenset[int]
+    state_results: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ def lower_for_workers(planned: PlannedStep, devices: AbstractDevices) -> Lowered
         arguments=arguments,
         results=results,
         donated=frozenset(pipeline.argument_of_input[n] for n in pipeline.donated),
+        state_results=frozenset(output for _, output in planned.traced.state),
     )
 
 

@@ -62,15 +62,16 @@ class ProcessSession(RemoteSession):
 
     # -- values up
 
-    def new_number(self, mesh: RemoteMesh) -> int:
+    def new_numbers(self, mesh: RemoteMesh, count: int) -> range:
         """Equal in all processes for what steps return. What is placed beside them, by a data
         loader's thread, has numbers below 0 of this process's own."""
         if not getattr(self._here, "is_placing", False):
-            return super().new_number(mesh)
-        mesh.group.num_arrays += 1
+            return super().new_numbers(mesh, count)
         with self.lock:
-            self._num_placed += 1
-            return -self._num_placed
+            mesh.group.num_arrays += count
+            first = self._num_placed + 1
+            self._num_placed += count
+        return range(-first, -first - count, -1)
 
     def upload(
         self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType]]
@@ -85,6 +86,8 @@ class ProcessSession(RemoteSession):
                     "returned. Pass it as a NumPy array, or create state with "
                     "autopar.CreateStateParallel."
                 )
+        if not self.runs_here(mesh.devices):
+            return list(self.new_numbers(mesh, len(values))), [()] * len(mesh.places)
         return super().upload(mesh, values)
 
     def place(self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType]]) -> list[int]:

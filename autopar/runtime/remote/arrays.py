@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -44,8 +44,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy of the value on one mesh, known there by its number; of a stack over layers that is
     split over stages, of `rows` of it."""
 

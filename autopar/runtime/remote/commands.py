@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +63,7 @@ class StepCall:
 
     task: int
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: Sequence[int]
     puts: tuple[Put, ...]
     freed: tuple[int, ...]
     dropped: tuple[int, ...]

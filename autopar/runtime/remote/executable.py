@@ -10,8 +10,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from autopar.runtime.remote.mesh import PendingReply, RemoteMesh
 from autopar.runtime.remote.recording import collector_of
 from autopar.runtime.remote.save import register_remote_backend
 from autopar.runtime.remote.session import RemoteSession
-from autopar.runtime.remote.step_arguments import StepArguments, rows_of
+from autopar.runtime.remote.step_arguments import StepArguments, WantedArguments, rows_of
 from autopar.runtime.timestamps import ProgramLabel
 from autopar.runtime.uninterrupted import uninterrupted
 
@@ -85,15 +86,24 @@ class RemoteExecutable(InstructionExecutable):
         self._session = session
         self._ahead: deque[list[PendingReply]] = deque()
         self._stage_program_bytes: dict[int, int] = {}
-        self._arguments = _by_mesh(lowered, lowered.arguments)
-        self._results = _by_mesh(lowered, lowered.results)
+        kinds: dict[ShardedType, ShardedType] = {}  # one object each: compared in every call
+        arguments, self._results = (
+            _by_mesh(lowered, [replace(b, type=kinds.setdefault(b.type, b.type)) for b in bound])
+            for bound in (lowered.arguments, lowered.results)
+        )
+        self._arguments = [WantedArguments(wanted, lowered.donated) for wanted in arguments]
+        self._out_types = [
+            (tuple(aval.shape), aval.dtype, getattr(aval, "weak_type", False))
+            for aval in self.out_avals
+        ]
+        self._held = _held_results(self._results, len(self.out_avals))
         sends = (i for program in lowered.programs.meshes for i in program.instructions)
         self._num_tags = 1 + max((i.tag for i in sends if isinstance(i, Send)), default=0)
         self._watched = [
             tuple(
                 place
                 for place, result in enumerate(results)
-                if result.rows is None and _is_small(result.type)
+                if _is_watched(result, result.position in lowered.state_results)
             )
             for results in self._results
         ]
@@ -146,7 +156,7 @@ class RemoteExecutable(InstructionExecutable):
             endpoints={number: self.meshes[number].endpoints for number in sorted(peers)},
             used_up=tuple(
                 place
-                for place, argument in enumerate(self._arguments[mesh])
+                for place, argument in enumerate(self._arguments[mesh].buffers)
                 if argument.position in lowered.donated
             ),
         )
@@ -207,10 +217,10 @@ class RemoteExecutable(InstructionExecutable):
         arguments = StepArguments(session, leaves, self._lowered.donated)
         first_tag = session.new_tags(self._num_tags)
         calls: list[list[StepCall]] = []
-        outputs: list[tuple[int, ...]] = []
+        outputs: list[range] = []
         for number, mesh in enumerate(self.meshes):
             numbers, dropped, puts = arguments.gather(mesh, self._arguments[number])
-            outputs.append(tuple(session.new_number(mesh) for _ in self._results[number]))
+            outputs.append(session.new_numbers(mesh, len(self._results[number])))
             freed = mesh.take_released()
             if ended := mesh.take_ended():
                 mesh.submit("unload", ended)
@@ -237,29 +247,24 @@ class RemoteExecutable(InstructionExecutable):
         return self._handles(outputs, replies)
 
     def _handles(
-        self, outputs: Sequence[Sequence[int]], replies: Sequence[Sequence[PendingReply]]
+        self, outputs: Sequence[range], replies: Sequence[Sequence[PendingReply]]
     ) -> list[DistributedArray]:
-        copies: dict[int, list[Copy]] = {}
-        waiters: dict[int, list[Callable[[], np.ndarray | None]]] = {}
-        for mesh, results, numbers, done, watched in zip(
-            self.meshes, self._results, outputs, replies, self._watched, strict=True
-        ):
-            for place, (result, number) in enumerate(zip(results, numbers, strict=True)):
-                copy = Copy(mesh, number, result.type, result.rows)
-                copies.setdefault(result.position, []).append(copy)
-                waiter = _waiter(done[0], place if place in watched else None)
-                waiters.setdefault(result.position, []).append(waiter)
-        return [
-            DistributedArray(
-                self._session,
-                tuple(aval.shape),
-                aval.dtype,
-                getattr(aval, "weak_type", False),
-                tuple(sorted(copies[position], key=lambda copy: copy.first_row)),
-                _all_waiters(waiters[position]),
+        meshes, watched = self.meshes, self._watched
+        done = [mesh_replies[0] for mesh_replies in replies]
+        unwatched = [_waiter(reply, None) for reply in done]
+        handles = []
+        for (shape, dtype, is_weak), held in zip(self._out_types, self._held, strict=True):
+            copies, waiters = [], []
+            for mesh, place, type_, rows in held:
+                copies.append(Copy(meshes[mesh], outputs[mesh][place], type_, rows))
+                is_watched = place in watched[mesh]
+                waiters.append(_waiter(done[mesh], place) if is_watched else unwatched[mesh])
+            handles.append(
+                DistributedArray(
+                    self._session, shape, dtype, is_weak, tuple(copies), _all_waiters(waiters)
+                )
             )
-            for position, aval in enumerate(self.out_avals)
-        ]
+        return handles
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
         self._start_again()
@@ -367,5 +372,21 @@ def _all_waiters(
     return wait
 
 
-def _is_small(type_: ShardedType) -> bool:
-    return type_.nbytes <= _WATCHED_BYTES and type_.num_shards == 1
+_Held = tuple[int, int, ShardedType, tuple[int, int] | None]
+
+
+def _held_results(results: Sequence[Sequence[BoundBuffer]], count: int) -> list[list[_Held]]:
+    """Per result, where it is: mesh, place among the mesh's results, type and rows."""
+    held: list[list[_Held]] = [[] for _ in range(count)]
+    for mesh, of_mesh in enumerate(results):
+        for place, one in enumerate(of_mesh):
+            held[one.position].append((mesh, place, one.type, one.rows))
+    return [sorted(parts, key=lambda part: part[3] or (0, 0)) for parts in held]
+
+
+def _is_watched(result: BoundBuffer, is_state: bool) -> bool:
+    """Whether a result's value is returned with the answer to the step: small ones, such as a loss;
+    of the state only single numbers, such as its step."""
+    limit = 1 if is_state else _WATCHED_BYTES // np.dtype(result.type.dtype).itemsize
+    is_small = prod(result.type.shape) <= limit and result.type.num_shards == 1
+    return is_small and result.rows is None

@@ -188,8 +188,9 @@ class Executor:
             place: self._arrays[call.outputs[place]].addressable_shards[0].data
             for place in call.watched
         }
-        last = [self._arrays[number] for number in call.outputs]
-        smallest = min(last, key=lambda one: one.size) if last else None
+        smallest = None
+        if loaded.smallest_output is not None:
+            smallest = self._arrays[call.outputs[loaded.smallest_output]]
         watched = shards if self._place.rank == 0 else {}
 
         def wait() -> StepDone:

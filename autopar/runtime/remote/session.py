@@ -89,7 +89,7 @@ class RemoteSession:
         self._transport = transport
         self._meshes: dict[tuple[int, ...], RemoteMesh] = {}
         self._addresses: dict[int, dict[str, Any]] = {}
-        self._numbers = itertools.count(1)
+        self._next_number = 1
         self._keys = itertools.count(1)
         self._tasks = itertools.count(1)
         self._next_tag = 0
@@ -184,8 +184,15 @@ class RemoteSession:
             mesh.end_task(number)
 
     def new_number(self, mesh: RemoteMesh) -> int:
-        mesh.group.num_arrays += 1
-        return next(self._numbers)
+        return self.new_numbers(mesh, 1)[0]
+
+    def new_numbers(self, mesh: RemoteMesh, count: int) -> range:
+        """Numbers of so many new arrays."""
+        with self.lock:
+            mesh.group.num_arrays += count
+            first = self._next_number
+            self._next_number += count
+        return range(first, first + count)
 
     def new_key(self) -> int:
         return next(self._keys)
@@ -265,8 +272,7 @@ class RemoteSession:
     ) -> tuple[list[int], list[tuple[Put, ...]]]:
         """Send values to a mesh, to each worker only the shards of its devices. Returns the numbers
         of the arrays, and per worker the `Put`s that create them."""
-        with self.lock:
-            numbers = [self.new_number(mesh) for _ in values]
+        numbers = list(self.new_numbers(mesh, len(values)))
         keys = [self.new_key() for _ in mesh.places]
         arrays: list[list[np.ndarray]] = [[] for _ in mesh.places]
         puts: list[list[Put]] = [[] for _ in mesh.places]

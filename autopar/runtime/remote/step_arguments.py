@@ -25,6 +25,19 @@ class MeshArguments(NamedTuple):
     puts: Sequence[tuple[Put, ...]]
 
 
+class WantedArguments:
+    """What one mesh needs in every call. `donated`: positions of the arguments that the step uses
+    up."""
+
+    def __init__(self, buffers: Sequence[BoundBuffer], donated: Collection[int]) -> None:
+        self.buffers = tuple(buffers)
+        entries = [(place, one, one.position in donated) for place, one in enumerate(buffers)]
+        # (place, buffer, whether it is used up). Those that are come last: others may read the
+        # same array.
+        self.in_order = sorted(entries, key=lambda entry: entry[2])
+        self.num_donated = sum(is_donated for _, _, is_donated in entries)
+
+
 @dataclass
 class StepArguments:
     """Gathers the arguments of one call, mesh by mesh. `donated`: positions of the arguments that
@@ -35,42 +48,45 @@ class StepArguments:
     donated: Collection[int]
     num_calls: int = 0  # remote procedure calls made so far
     uploaded_bytes: int = 0
-    _used_up: set[int] = field(default_factory=set)  # numbers of arrays
+    _given: set[int] = field(default_factory=set)  # numbers of arrays that meshes get
+    _used_up: set[int] = field(default_factory=set)  # those among them that the step uses up
     _taken: list[DistributedArray] = field(default_factory=list)
     _fetched: dict[int, Any] = field(default_factory=dict)  # values, by position
 
-    def gather(self, mesh: RemoteMesh, arguments: Sequence[BoundBuffer]) -> MeshArguments:
+    def gather(self, mesh: RemoteMesh, wanted: WantedArguments) -> MeshArguments:
         numbers: dict[int, int] = {}  # by place among the arguments
         dropped: list[int] = []
         copies: list[tuple[int, int, ShardedType]] = []
-        # Donated arguments come last: others may read the same array.
-        in_order = sorted(enumerate(arguments), key=lambda entry: self._is_donated(entry[1]))
-        for place, argument in in_order:
+        new: list[tuple[int, BoundBuffer, bool]] = []  # what no worker holds yet
+        for entry in wanted.in_order:
+            place, argument, is_donated = entry
             leaf = self.leaves[argument.position]
             if not isinstance(leaf, DistributedArray) or not leaf.copies:
+                new.append(entry)
                 continue
-            is_donated = self._is_donated(argument)
             number = _copy_on(leaf, mesh, argument)
             if number is None and (leaf.is_in_parts or argument.rows is not None):
                 self._fetch(argument.position, leaf)
+                new.append(entry)
                 continue
             if number is None:
                 number = move(self.session, leaf, mesh, argument.type)
                 if not is_donated:
                     dropped.append(number)
-            elif is_donated and (number in self._used_up or number in numbers.values()):
+            elif is_donated and number in self._given:
                 source, number = number, self.session.new_number(mesh)
                 copies.append((source, number, argument.type))
             numbers[place] = number
+            self._given.add(number)
             if is_donated:
                 self._used_up.add(number)
                 self._taken.append(leaf)
-        puts = self._upload(mesh, arguments, numbers, dropped)
+        puts = self._upload(mesh, new, numbers, dropped)
         if copies:
             mesh.submit("reshard", copies, fatal=True)
             self.num_calls += len(mesh.places)
-        mesh.group.num_arrays -= len(dropped) + sum(map(self._is_donated, arguments))
-        in_list = tuple(numbers[place] for place in range(len(arguments)))
+        mesh.group.num_arrays -= len(dropped) + wanted.num_donated
+        in_list = tuple([numbers[place] for place in range(len(wanted.buffers))])
         return MeshArguments(in_list, tuple(dropped), puts)
 
     def _fetch(self, position: int, leaf: DistributedArray) -> None:
@@ -80,27 +96,25 @@ class StepArguments:
             if position in self.donated:
                 self._taken.append(leaf)
 
-    def _is_donated(self, argument: BoundBuffer) -> bool:
-        return argument.position in self.donated
+    def _value(self, position: int) -> Any:
+        return self._fetched[position] if position in self._fetched else self.leaves[position]
 
     def _upload(
         self,
         mesh: RemoteMesh,
-        arguments: Sequence[BoundBuffer],
+        new: Sequence[tuple[int, BoundBuffer, bool]],
         numbers: dict[int, int],
         dropped: list[int],
     ) -> Sequence[tuple[Put, ...]]:
         """Send the values that no worker holds yet; adds to `numbers` and `dropped`."""
-        new = [(place, a) for place, a in enumerate(arguments) if place not in numbers]
         if not new:
             return [()] * len(mesh.places)
-        leaves = {**dict(enumerate(self.leaves)), **self._fetched}
-        values = [(rows_of(leaves[one.position], one.rows), one.type) for _, one in new]
+        values = [(rows_of(self._value(one.position), one.rows), one.type) for _, one, _ in new]
         uploaded, puts = self.session.upload(mesh, values)
-        self.uploaded_bytes += sum(argument.type.nbytes for _, argument in new)
-        for (place, argument), number in zip(new, uploaded, strict=True):
+        self.uploaded_bytes += sum(argument.type.nbytes for _, argument, _ in new)
+        for (place, _, is_donated), number in zip(new, uploaded, strict=True):
             numbers[place] = number
-            if not self._is_donated(argument):
+            if not is_donated:
                 dropped.append(number)
         return puts
 
@@ -115,9 +129,10 @@ class StepArguments:
 
 def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, argument: BoundBuffer) -> int | None:
     """The number of the array's copy on a mesh, if it has the wanted rows and shards."""
+    type_, rows = argument.type, argument.rows
     for copy in leaf.copies:
-        is_same = copy.mesh is mesh and copy.rows == argument.rows
-        if is_same and same_shards(copy.type, argument.type):
+        is_there = copy.mesh is mesh and copy.rows == rows
+        if is_there and (copy.type is type_ or same_shards(copy.type, type_)):
             return copy.number
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import jax
@@ -59,6 +60,12 @@ def array_in(slots: Slots, slot: int) -> jax.Array:
     return value
 
 
+def _micro_batch(instruction: Instruction) -> int:
+    """The micro-batch of an instruction, as progress is told; -1 for none."""
+    micro_batch = getattr(instruction, "micro_batch", None)
+    return -1 if micro_batch is None else micro_batch
+
+
 class WorkerTask:
     """The operations of a step, one per instruction.
 
@@ -90,17 +97,19 @@ class WorkerTask:
             number: stage_program.donated for number, stage_program in task.stage_programs.items()
         }
         self._used_up = may_be_used_up(task.program, donated)
+        instructions = task.program.instructions
+        self._received = {b for one in instructions if isinstance(one, Recv) for b in one.buffers}
         self.operations = [
-            self._operation(place, instruction)
-            for place, instruction in enumerate(task.program.instructions)
+            self._operation(place, instruction) for place, instruction in enumerate(instructions)
         ]
+        self._micro_batches = [_micro_batch(instruction) for instruction in instructions]
+        self.smallest_output = self._smallest_output()
 
     def run(self, slots: Slots, first_tag: int, at: Callable[[int, int], None]) -> None:
         """Run the list; calls `at(instruction, micro-batch)` before each instruction."""
-        instructions = self.task.program.instructions
-        for place, operation in enumerate(self.operations):
-            micro_batch = getattr(instructions[place], "micro_batch", None)
-            at(place, -1 if micro_batch is None else micro_batch)
+        in_order = zip(self.operations, self._micro_batches, strict=True)
+        for place, (operation, micro_batch) in enumerate(in_order):
+            at(place, micro_batch)
             operation(slots, first_tag)
 
     def run_recorded(
@@ -112,8 +121,7 @@ class WorkerTask:
         for place, (operation, instruction) in enumerate(
             zip(self.operations, self.task.program.instructions, strict=True)
         ):
-            micro_batch = getattr(instruction, "micro_batch", None)
-            at(place, -1 if micro_batch is None else micro_batch)
+            at(place, self._micro_batches[place])
             began_s = clock()
             operation(slots, first_tag)
             match instruction:
@@ -132,6 +140,20 @@ class WorkerTask:
                         first.arriving.when_joined = partial(log.ends_with, place, may_vanish=True)
                     else:
                         log.ends_with(place, [slots[b] for b in buffers], may_vanish=True)
+
+    def _smallest_output(self) -> int | None:
+        """The place of the smallest result of the step; None if it has none."""
+        sizes = {
+            buffer: type_.nbytes
+            for one in self.task.program.instructions
+            if isinstance(one, Run)
+            for buffer, type_ in zip(
+                one.writes, self.task.stage_programs[one.stage_program].writes, strict=True
+            )
+        }
+        outputs = self.task.program.outputs
+        by_size = [(sizes.get(buffer, inf), place) for place, (_, buffer) in enumerate(outputs)]
+        return min(by_size)[1] if by_size else None
 
     def warm_up(self) -> None:
         """Load the programs that cut, join and make room for tiles, before any transfer waits
@@ -181,10 +203,13 @@ class WorkerTask:
             self.task.stage_programs[run.stage_program],
         )
         used_up = [run.reads[position] for position in spec.donated]
+        received = [slot for slot in run.reads if slot in self._received]
         local, runs_alone = self._local, self._runs_alone
 
         def operation(slots: Slots, first_tag: int) -> None:
-            values = [array_in(slots, slot) for slot in run.reads]
+            for slot in received:
+                array_in(slots, slot)
+            values = [slots[slot] for slot in run.reads]
             if runs_alone:
                 results = run_alone(program, values, local)
             else:

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from autopar import _jax
 from autopar.ir.remote import Endpoint, RemoteTransfer
 from autopar.ir.tiles import Box, TilePlan, shard_box, within
 from autopar.runtime.remote.exporting import sharding_of
@@ -119,6 +120,7 @@ class OutgoingTiles:
             self._cuts(transfer, is_kept, source_endpoints, target_endpoints, worker)
             for transfer, is_kept in zip(transfers, kept, strict=True)
         ]
+        self._ends = [_ends_in_order(cuts) for cuts in self._cuts_by_transfer]
 
     @staticmethod
     def _cuts(
@@ -167,17 +169,19 @@ class OutgoingTiles:
 
     def tiles(self, arrays: Sequence[jax.Array]) -> list[OutTile]:
         out_tiles: list[OutTile] = []
-        for array, cuts in zip(arrays, self._cuts_by_transfer, strict=True):
-            if not cuts:
-                continue
-            shards = shards_by_device(array, self._local)
-            numbered = []
-            for one in cuts:
-                parts = one.cut(shards[one.device])
-                for (number, source, targets), data in zip(one.tiles, parts, strict=True):
-                    numbered.append((number, OutTile(data, source, targets)))
-            out_tiles += [tile for _, tile in sorted(numbered, key=lambda one: one[0])]
+        for array, cuts, ends in zip(arrays, self._cuts_by_transfer, self._ends, strict=True):
+            if cuts:
+                shards = shards_by_device(array, self._local)
+                parts = [part for one in cuts for part in one.cut(shards[one.device])]
+                out_tiles += [OutTile(parts[n], source, targets) for n, source, targets in ends]
         return out_tiles
+
+
+def _ends_in_order(cuts: Sequence[_Cut]) -> list[tuple[int, Endpoint, tuple[Endpoint, ...]]]:
+    """Per tile of a transfer, in order: its place among all that the cuts give, and its ends."""
+    tiles = [tile for one in cuts for tile in one.tiles]
+    in_order = sorted(range(len(tiles)), key=lambda n: tiles[n][0])
+    return [(n, *tiles[n][1:]) for n in in_order]
 
 
 def _uncut(data: jax.Array) -> list[jax.Array]:
@@ -192,7 +196,10 @@ def _copied(data: jax.Array) -> list[jax.Array]:
 def shards_by_device(array: jax.Array, local: Sequence[Any]) -> dict[int, jax.Array]:
     """An array's shards, by the place of their device among `local`, the worker's devices."""
     places = {device: place for place, device in enumerate(local)}
-    return {places[shard.device]: shard.data for shard in array.addressable_shards}
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding)
+    in_order = zip(_jax.devices_of(sharding), _jax.shards_of(array), strict=True)
+    return {places[device]: shard for device, shard in in_order}
 
 
 @dataclass(frozen=True)
@@ -220,13 +227,14 @@ class IncomingTiles:
         local: Sequence[Any] | None = None,
     ) -> None:
         self._local = jax.local_devices() if local is None else local
-        self.tiles: list[InTile] = []
+        tiles: list[InTile] = []
         self._transfers: list[tuple[int, int, list[_Join], _Finish]] = []
         for transfer in transfers:
-            first = len(self.tiles)
-            joins = self._joins(transfer, source_endpoints, target_endpoints, worker)
-            finish = _Finish(transfer, devices)
-            self._transfers.append((first, len(self.tiles), joins, finish))
+            first = len(tiles)
+            joins = self._joins(transfer, source_endpoints, target_endpoints, worker, tiles)
+            finish = _Finish(transfer, devices, self._local)
+            self._transfers.append((first, len(tiles), joins, finish))
+        self.tiles = tuple(tiles)
 
     def _joins(
         self,
@@ -234,20 +242,22 @@ class IncomingTiles:
         source_endpoints: Sequence[Endpoint],
         target_endpoints: Sequence[Endpoint],
         worker: int,
+        all_tiles: list[InTile],
     ) -> list[_Join]:
+        """Adds the transfer's tiles to `all_tiles`."""
         plan = transfer.tiles
         assert plan is not None
         sources = _on_grid(transfer.source.grid, source_endpoints)
         targets = _on_grid(transfer.target.grid, target_endpoints)
-        first = len(self.tiles)
+        first = len(all_tiles)
         received: dict[int, list[tuple[int, Box]]] = {}
         for tile, places in zip(plan.tiles, target_places(transfer, target_endpoints), strict=True):
             ends = tuple(targets[place] for place in places)
             for place, end in zip(places, ends, strict=True):
                 if end.worker == worker:
-                    received.setdefault(place, []).append((len(self.tiles) - first, tile.box))
+                    received.setdefault(place, []).append((len(all_tiles) - first, tile.box))
                     shape = tuple(stop - start for start, stop in tile.box)
-                    self.tiles.append(
+                    all_tiles.append(
                         InTile(shape, transfer.target.dtype, sources[tile.source], end, ends)
                     )
         local = [place for place, end in enumerate(targets) if end.worker == worker]
@@ -315,20 +325,21 @@ def _landed_shape(plan: TilePlan, place: int) -> tuple[int, ...]:
 class _Finish:
     """From the shards of this worker's devices to the array in the target's sharding."""
 
-    def __init__(self, transfer: RemoteTransfer, devices: list[Any]) -> None:
+    def __init__(self, transfer: RemoteTransfer, devices: list[Any], local: Sequence[Any]) -> None:
         assert transfer.tiles is not None
         target = sharding_of(transfer.target, devices)
-        self.shape, self.dtype = transfer.target.shape, transfer.target.dtype
-        self.landed = landed_sharding(transfer.tiles, target)
+        self.dtype = transfer.target.dtype
+        landed = landed_sharding(transfer.tiles, target)
+        self.make = _jax.ArrayMaker(transfer.target.shape, self.dtype, landed)
+        places = {device: place for place, device in enumerate(local)}
+        self.places = [places[device] for device in _jax.devices_of(landed)]
         self.gather = None
-        if self.landed != target:
+        if landed != target:
             gather = gatherer(target)
             self.gather = alone_on(target.mesh, gather) if runs_alone(target) else gather
 
     def __call__(self, shards: dict[int, jax.Array]) -> jax.Array:
-        landed = jax.make_array_from_single_device_arrays(
-            self.shape, self.landed, [shards[d] for d in sorted(shards)], dtype=self.dtype
-        )
+        landed = self.make([shards[place] for place in self.places])
         return self.gather(landed) if self.gather else landed
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -25,7 +25,7 @@ from autopar import _jax
 from autopar.errors import ClusterError, WorkerError
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import InTile, Link, OutTile
-from autopar.runtime.transports.numbering import incoming_keys, outgoing_keys
+from autopar.runtime.transports.numbering import TileKey, incoming_keys, outgoing_keys
 
 # The fastest of several settings, for tiles of 1 to 256 MiB between two processes of one host. Raw
 # buffers (`use_raw_buffers`) are a little faster, but send whatever a donation left in the buffer.
@@ -34,6 +34,10 @@ CHUNK_BYTES = 16 * 2**20
 
 CONNECT_LIMIT_S = 10.0
 _WORKER_BITS = 22
+
+# Per sender, the types of what is pulled at once; and per tile, where it is among them: the number
+# of the sender, and its place there. None for a tile without data.
+_Pulls = tuple[list[tuple[int, list[jax.ShapeDtypeStruct]]], list[tuple[int, int] | None]]
 
 
 class JaxTransfer:
@@ -47,6 +51,9 @@ class JaxTransfer:
         self.server: Any = _start_server(place, self.devices[0].client)
         self.addresses: dict[int, str] = {place.worker: self.server.address()}
         self.connections: dict[int, Any] = {}
+        # What is the same in every step, by the ends of tiles that are sent, and by those received.
+        self._offers: dict[Hashable, list[tuple[int, list[int]]]] = {}
+        self._pulls: dict[tuple[InTile, ...], _Pulls] = {}
 
     def address(self) -> dict[str, Any]:
         return {"server": self.addresses[self.place.worker]}
@@ -63,32 +70,42 @@ class JaxTransfer:
         """JAX itself makes the arrays that arrive, with no program."""
 
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
-        offers: dict[int, dict[Any, jax.Array]] = {}
-        for key, tile in zip(outgoing_keys(tiles), tiles, strict=True):
-            if tile.data.size:  # JAX's server would wait for one without data
-                for worker in {target.worker for target in tile.targets}:
-                    offers.setdefault(worker, {})[key] = tile.data
-        for worker, arrays in offers.items():
-            self.server.await_pull(_number(tag, worker), [arrays[key] for key in sorted(arrays)])
+        ends = tuple([(tile.source, tile.targets, tile.data.size > 0) for tile in tiles])
+        offers = self._offers.get(ends)
+        if offers is None:
+            offers = self._offers[ends] = _offers(tiles)
+        for worker, numbers in offers:
+            self.server.await_pull(_number(tag, worker), [tiles[n].data for n in numbers])
 
     def recv(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
+        tiles = tuple(tiles)
+        known = self._pulls.get(tiles)
+        if known is None:
+            known = self._pulls[tiles] = self._pulls_of(tiles)
+        pulls, places = known
+        number = _number(tag, self.place.worker)
+        arrived = [self._connection(worker).pull(number, avals) for worker, avals in pulls]
+        return [
+            self._placed(tile, None if place is None else arrived[place[0]][place[1]])
+            for tile, place in zip(tiles, places, strict=True)
+        ]
+
+    def _pulls_of(self, tiles: Sequence[InTile]) -> _Pulls:
         # A tile for several devices of this worker is sent once.
-        pulls: dict[int, dict[Any, InTile]] = {}
+        wanted: dict[int, dict[TileKey, InTile]] = {}
         keys = incoming_keys(tiles)
         for key, tile in zip(keys, tiles, strict=True):
             if prod(tile.shape):
-                pulls.setdefault(tile.source.worker, {}).setdefault(key, tile)
-        arrived: dict[Any, jax.Array] = {}
-        for worker, wanted in pulls.items():
-            order = sorted(wanted)
-            pulled = self._connection(worker).pull(
-                _number(tag, self.place.worker), [self._aval(wanted[key]) for key in order]
-            )
-            arrived |= {(worker, key): array for key, array in zip(order, pulled, strict=True)}
-        return [
-            self._placed(tile, arrived.get((tile.source.worker, key)))
-            for key, tile in zip(keys, tiles, strict=True)
+                wanted.setdefault(tile.source.worker, {}).setdefault(key, tile)
+        pulls, place_of = [], {}
+        for number, (worker, by_key) in enumerate(wanted.items()):
+            order = sorted(by_key)
+            pulls.append((worker, [self._aval(by_key[key]) for key in order]))
+            place_of |= {(worker, key): (number, n) for n, key in enumerate(order)}
+        places = [
+            place_of.get((tile.source.worker, key)) for key, tile in zip(keys, tiles, strict=True)
         ]
+        return pulls, places
 
     def check(self) -> None:
         """Nothing to do: reading an array whose sender is gone raises."""
@@ -142,6 +159,16 @@ def _start_server(place: WorkerPlace, client: Any) -> Any:
             f"JAX's transfer server did not start on {place.node} at the address {place.address}: "
             f"{error}. It must be an address of that host that the other hosts can reach."
         ) from error
+
+
+def _offers(tiles: Sequence[OutTile]) -> list[tuple[int, list[int]]]:
+    """Per receiver, the tiles that it pulls at once, by their places here."""
+    offers: dict[int, dict[TileKey, int]] = {}
+    for place, (key, tile) in enumerate(zip(outgoing_keys(tiles), tiles, strict=True)):
+        if tile.data.size:  # JAX's server would wait for one without data
+            for worker in {target.worker for target in tile.targets}:
+                offers.setdefault(worker, {})[key] = place
+    return [(worker, [by_key[k] for k in sorted(by_key)]) for worker, by_key in offers.items()]
 
 
 def _number(tag: int, worker: int) -> int:
