@@ -55,11 +55,13 @@ def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list
     times = graph.liveness.times
     # Constants of the backward pass may be made in either program.
     makers = [graph.producer[v][0] for v in made]
+    only_backward = made_backward - made
     end = max((times[i] for i in makers if graph.nodes[i].region == FORWARD), default=-1)
     found: list[Life] = []
     for life in lives:
         if life.value not in made or not life.start <= end < life.end:
-            found.append(life)
+            is_backward = life.value in only_backward and life.start <= end < life.end
+            found.append(replace(life, start=end + 1) if is_backward else life)
             continue
         found.append(replace(life, end=min(max(last.get(life.value, life.start), life.start), end)))
         if life.value in first:

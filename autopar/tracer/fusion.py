@@ -68,7 +68,8 @@ class Fusion:
         outputs that take over the buffer of an input; `copied`: values that are written in
         another order of dimensions; `rate`: instructions in the time of moving a byte;
         `fuses_updates`: scatters make their updates and indices themselves, what gathers pick many
-        times is written, and dear values in layers computed again; prices know none of it."""
+        times is written, and so are dear values that layers or sums compute again; prices know none
+        of it."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
         self._rate, self._fuses_updates = rate, fuses_updates
@@ -81,10 +82,13 @@ class Fusion:
         self.transposed: set[int] = set()
         self._fused_stacks: set[int] = set()
         self._zero_types = self._scattered_zeros()
+        self._read_whole: set[int] = set()  # what gathers and the slices of loops are made of
         self._find_readers()
         self.padded = self._find_padded()
         self.written: set[int] = set()
+        self._for_sums: list[int] = []  # values written because sums would compute them again
         self._find_written()
+        self._leave_inside()
 
     # -- kinds of nodes
 
@@ -180,6 +184,8 @@ class Fusion:
                 self._fused_stacks.update(node.results)
                 is_unfused = False
             reader = ValueReader(index, is_unfused)
+            if self._fuses_updates and node.name == "concatenate":
+                reader = ValueReader(index, False)
             is_scatter = _is_scatter(node)
             if not is_scatter and index not in self._scatters and index not in self.epilogues:
                 for value in node.operands:
@@ -229,6 +235,8 @@ class Fusion:
                     made = frozenset((value,))
                 made_from = made_from | made if made_from else made
                 transposes = transposes or value in transposed
+            if node.name in ("gather", "scan_slice"):
+                self._read_whole |= made_from
             for value in node.results:
                 if index in made_in or (
                     index not in self._folded
@@ -287,14 +295,48 @@ class Fusion:
         # Recompute it in each reader, or write it once and read it back?
         elements = prod(flow.values[value].shape)
         count = sum([self._times_computed(i, elements) for i in {r.node for r in readers}])
+        num_sums = 0
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self._crosses(value):
             count = max(count, _CROSSING_READERS)
+            num_sums = self._num_sums(value) if self._fuses_updates else 0
         if count == 1:
             return False
         size = flow.values[value].num_bytes
-        source_bytes = sum(flow.values[v].num_bytes for v in made_from)
+        source_bytes = sum(self._read_bytes(v, elements) for v in made_from)
         recompute = source_bytes + self._instructions(value) * elements / self._rate
-        return (count - 1) * recompute > (count + 1) * size
+        if (count - 1) * recompute > (count + 1) * size:
+            return True
+        is_for_sums = (count + num_sums - 1) * recompute > (count + num_sums + 1) * size
+        if is_for_sums:
+            self._for_sums.append(value)
+        return is_for_sums
+
+    def _read_bytes(self, source: int, elements: int) -> float:
+        """What an elementwise kernel that makes so many elements reads of an array: no more than as
+        many of its elements, as of a slice."""
+        value = self.flow.values[source]
+        if source in self._read_whole:
+            return value.num_bytes
+        return value.num_bytes * min(1.0, elements / max(1, prod(value.shape)))
+
+    def _leave_inside(self) -> None:
+        """Leaves values inside their readers that sums do not compute again after all: what these
+        read is in memory itself, as an activation that is also averaged."""
+        inside: dict[int, frozenset[int]] = {}  # value -> what it is made of
+        for value in self._for_sums:
+            if not self._num_sums(value):
+                inside[value] = self._without(self.made_from.pop(value), inside)
+                self.written.discard(value)
+                self.transposed.discard(value)
+        if inside:
+            self.made_from = {
+                value: self._without(made, inside) for value, made in self.made_from.items()
+            }
+
+    def _without(self, made: frozenset[int], inside: dict[int, frozenset[int]]) -> frozenset[int]:
+        if inside.keys().isdisjoint(made):
+            return made
+        return frozenset().union(*(inside.get(value, (value,)) for value in made))
 
     def _is_wide_softmax(self, value: int, made_from: frozenset[int]) -> bool:
         """Whether exponentials of 16-bit rows, less the maximum, are divided by their sum, and the
@@ -322,6 +364,31 @@ class Fusion:
         if node.name != "gather" or not self._fuses_updates:
             return 1.0
         return max(1.0, prod(self.flow.shape_of(node)) / max(1, elements))
+
+    def _num_sums(self, value: int) -> int:
+        """How many sums of another pass compute a value again, as that of the gradient of a
+        condition does which an activation was multiplied by."""
+        flow, frontier, seen, found = self.flow, [value], {value}, set[int]()
+        made_in = self._pass_of(flow.producer[value])
+        while frontier and len(seen) < _MAX_SEEN:
+            for reader in self.readers.get(frontier.pop(), ()):
+                node = flow.nodes[reader.node]
+                if reader.unfused or self._pass_of(reader.node) == UPDATE:
+                    continue
+                if node.name in REDUCTIONS:
+                    if self._pass_of(reader.node) != made_in:
+                        found.add(reader.node)
+                    continue
+                for result in node.results:  # what is in memory is not computed again
+                    if result not in seen and not self._is_read_from_memory(result):
+                        frontier.append(result)
+                seen.update(node.results)
+        return len(found)
+
+    def _is_read_from_memory(self, value: int) -> bool:
+        if value in self.written:
+            return True
+        return any([reader.unfused for reader in self.readers.get(value, ())])
 
     def _instructions(self, value: int) -> float:
         """Of all ops between a value and the written ones that it is made of, per element. What is

@@ -44,6 +44,7 @@ from autopar.tracer.folding import (
 from autopar.tracer.fusion import Fusion
 from autopar.tracer.regions import UPDATE
 from autopar.tracer.reordering import Reordering, num_orders
+from autopar.tracer.row_sums import summed_along_rows
 from autopar.tracer.run_order import run_times
 
 
@@ -55,6 +56,7 @@ class LifeBasis:
     place:    of each node, its place in that order.
     loops:    the half-open range of nodes of each loop, in that order.
     made_of:  values whose kernels write them in several orders.
+    summed:   values written in the order of a sum over them.
     overlaps: there are collectives to hide under compute.
     priced:   values that prices take as written.
     """
@@ -63,6 +65,7 @@ class LifeBasis:
     place: Sequence[int]
     loops: Sequence[tuple[int, int]]
     made_of: Set[int]
+    summed: Set[int]
     overlaps: bool
     priced: frozenset[int]
 
@@ -100,10 +103,10 @@ def basis_of_lives(
     flow = without_single_products(flow)
     flow = flow.with_turned(turned_products(flow))
     reordering = Reordering(flow)
-    products = folded_products(flow)
-    fusion = Fusion(flow, scatters, products, returned, kept, reordering.copied, rate)
+    products, summed = folded_products(flow), summed_along_rows(flow)
+    fusion = Fusion(flow, scatters, products, returned, kept, reordering.copied | summed, rate)
     in_memory = priced.read_from_memory()
-    return LifeBasis(fusion, place, tuple(loops), reordering.made_of, overlaps, in_memory)
+    return LifeBasis(fusion, place, tuple(loops), reordering.made_of, summed, overlaps, in_memory)
 
 
 def find_lives(basis: LifeBasis, is_stage: bool = False, known: Liveness | None = None) -> Liveness:
@@ -122,7 +125,7 @@ def _lives(basis: LifeBasis, is_planned: bool) -> Liveness:
     # It does so if something in a body is asynchronous, as such a copy is.
     planned = [loop for loop in loops if is_planned and fusion.copies_slices(*loop)]
     times = run_times(flow.nodes, flow.zeros, basis.overlaps, flow.recomputed, planned)
-    sweep = _Sweep(fusion, times, loops, basis.made_of, basis.overlaps)
+    sweep = _Sweep(fusion, times, loops, basis.made_of, basis.summed, basis.overlaps)
     lives, node_ends = sweep.lives()
     times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]
     return Liveness(tuple(lives), tuple(times), tuple(node_ends), basis.priced)
@@ -151,10 +154,11 @@ class _Sweep:
         times: list[int],
         loops: Sequence[tuple[int, int]],
         reordered: Set[int],
+        summed: Set[int],
         overlaps: bool,
     ) -> None:
         self.fusion, self.flow = fusion, fusion.flow
-        self.reordered, self.overlaps = reordered, overlaps
+        self.reordered, self.summed, self.overlaps = reordered, summed, overlaps
         self.nodes, self.values = self.flow.nodes, self.flow.values
         self.producer, self.readers = self.flow.producer, fusion.readers
         self.times, self.loops = times, loops
@@ -173,6 +177,8 @@ class _Sweep:
         lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
         lives += self.dilated_inputs()
         lives += self.workspaces()
+        lives += self.pooled_zeros()
+        lives += self.in_order_of_sums(node_ends, ends)
         self.reuse_buffers(ends)
         last = len(self.nodes)
         for index, node in enumerate(self.nodes):
@@ -196,11 +202,23 @@ class _Sweep:
                 if finished in fusion.outputs:
                     end = last
                 if end >= start:
-                    lives.append(Life(finished, start, end, self.num_orders(value, (node.region,))))
+                    lives += self.in_orders(value, start, end, node.region)
         return lives, node_ends
 
+    def in_orders(self, value: int, start: int, end: int, region: str) -> Iterator[Life]:
+        """A value in all orders that products of this pass want. One device writes them with one
+        kernel; on several, where products run late, it is copied for the first of these."""
+        count, finished = self.num_orders(value, (region,)), self.flow.finished(value)
+        if count == 1 or not self.overlaps:
+            yield Life(finished, start, end, count)
+            return
+        yield Life(finished, start, end)
+        readers = {r.node for r in self.readers[value]}
+        copied = min(self.times[i] for i in readers if is_product(self.nodes[i]))
+        yield Life(finished, min(copied, end), end, count - 1)
+
     def num_orders(self, value: int, regions: Collection[str] | None = None) -> int:
-        """How often a kernel writes its result, for products of these passes."""
+        """How often a value is written, for products of these passes."""
         if value not in self.reordered:
             return 1
         readers = {r.node for r in self.readers.get(value, ())}
@@ -392,8 +410,8 @@ class _Sweep:
                 made_from = [
                     flow.source(v) for v in node.operands if not fusion.is_of_product(index, v)
                 ]
-            if value in self.merged:
-                continue  # what it reads, the kernel's other result is made of too
+            if value in self.merged or value in self.summed:
+                continue  # the kernel's other result is made of what it reads too, or it transposes
             shared = made_with.get(value, ())
             for source in made_from:
                 if source in shared:
@@ -517,6 +535,36 @@ class _Sweep:
             made = prod(shapes[2]) // max(1, images * out_channels)
             count, time = round(made / max(1, positions)), self.times[index]
             yield Life(node.operands[0], time, time, max(1, count))
+
+    def in_order_of_sums(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
+        """What is read in the order of a sum, and in its own by products: kernels write both. On
+        one device, no product needs the other for long."""
+        fusion, lives = self.fusion, list[Life]()
+        for value in self.summed if self.overlaps else ():
+            summed = self.times[self.producer[value]]
+            for source in fusion.made_from.get(value, ()):
+                index = self.producer[source]
+                same = self.values[source].shape == self.values[value].shape
+                if same and fusion.is_elementwise(index) and self.is_read_unfused(source):
+                    lives.append(Life(self.flow.finished(source), self.times[index], summed))
+                    others = {r.node for r in self.readers[source] if r.unfused}
+                    others |= {r.node for r in self.readers[source] if node_ends[r.node] != summed}
+                    ends[source] = max(node_ends[index] for index in others)
+        return lives
+
+    def pooled_zeros(self) -> Iterator[Life]:
+        """Zeros that the gradient of a max pooling is scattered into. XLA merges them with those
+        that a `relu` of that type compares with, so they are in memory from the first one on."""
+        flow = self.flow
+        first: dict[Type, int] = {}
+        for index, node in enumerate(self.nodes):
+            if node.name == "max" and len(node.operands) == 1:  # the other is a constant
+                first.setdefault(flow.type_of(node.results[0]), self.times[index])
+            if node.name == "select_and_scatter_add":
+                result, time = node.results[0], self.times[index]
+                start = first.get(flow.type_of(result), time)
+                if start < time:
+                    yield Life(flow.finished(result), start, time - 1)
 
     def workspaces(self) -> Iterator[Life]:
         """Copies that cuDNN makes of what a convolution in three dimensions reads and writes: its

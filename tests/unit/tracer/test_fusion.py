@@ -173,3 +173,53 @@ def test_what_a_gather_picks_many_times_is_written(picked: int) -> None:
         lambda x, i: jnp.sort(jnp.exp(x)[i]), array(64), array(picked, dtype=jnp.int32)
     )
     assert ("exp" in lives_by_op(graph)) == (picked > 64)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_an_activation_that_a_condition_s_gradient_sums_is_kept(averages: bool) -> None:
+    """On an H100, which computes it again otherwise: the sum would do so once more. What is also
+    averaged is written itself, with no other array beside it."""
+
+    def loss_of(w, x):
+        h = x @ w["up"]
+        active = h * (1 + jnp.tanh(h + h**3))
+        condition = active.mean(1) if averages else x[:, 0] @ w["up"]
+        return jnp.sum(((active * (1 + condition[:, None])) @ w["down"]) ** 2)
+
+    weights = {"up": array(64, 256), "down": array(256, 64)}
+    graph = graph_of(train(loss_of), weights, array(8, 64, 64))
+    backward = min(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    kept = [
+        name
+        for name, lives in lives_by_op(graph).items()
+        for start, end, size in lives
+        if size == (8, 64, 256) and start < backward <= end
+    ]
+    conditioned = "mul"  # what the product reads
+    assert sorted(kept) == sorted(["dot_general", conditioned, "mul" if averages else "tanh"])
+
+
+@pytest.mark.parametrize("length", [64, 1024])
+def test_of_a_long_array_a_kernel_reads_what_it_makes_of_it(length: int) -> None:
+    """Two readers of a cast of the first rows move less than writing it, however many rows follow:
+    as of the second half of a convolution by Fourier transforms, which is padding."""
+
+    def fn(x, y):
+        part = jnp.sort(x)[:64].astype(jnp.bfloat16)
+        return jnp.sort(part * y), jnp.sort(part + y)
+
+    lives = lives_by_op(graph_of(fn, array(length), array(64, dtype=jnp.bfloat16)))
+    assert "convert_element_type" not in lives
+
+
+def test_a_stack_of_parts_makes_them_itself() -> None:
+    """What an elementwise op makes for a concatenation is in no memory of its own."""
+
+    def fn(x, y):
+        return jnp.sort(jnp.concatenate([jnp.sort(x) * 2, jnp.exp(jnp.sort(y))]))
+
+    lives = lives_by_op(graph_of(fn, array(64), array(64)))
+    assert "mul" not in lives and "exp" not in lives
+    assert len(lives["sort"]) == 3 and len(lives["concatenate"]) == 1
+    (made, _, _) = lives["concatenate"][0]
+    assert sum(end >= made for _, end, _ in lives["sort"]) >= 2

@@ -322,10 +322,49 @@ def test_a_kernel_with_another_order_of_dimensions_copies_a_product(overlaps: bo
         if prod(value.shape) == size:
             large.setdefault((node.name, value.dtype), []).append(life)
     (wide,) = large["convert_element_type", "float32"]
-    (gradient,) = large["transpose", "bfloat16"]
-    assert gradient.count == 2 and wide.end == gradient.start
+    gradient, *copies = large["transpose", "bfloat16"]
+    assert sum(life.count for life in (gradient, *copies)) == 2 and wide.end == gradient.start
+    assert [life.start > gradient.start for life in copies] == [True] * overlaps
     # The weights are made once for both passes on several devices, and twice on one.
     assert len(large["convert_element_type", "bfloat16"]) == (1 if overlaps else 2)
+
+
+def pooled(w, x):
+    """The gradient of a max pooling is scattered into zeros."""
+    images = jax.nn.relu(x * w["scale"])
+    largest = jax.lax.reduce_window(images, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+    return jnp.sum(largest**2)
+
+
+def test_zeros_of_a_pooling_s_gradient_are_those_of_the_relu() -> None:
+    graph = graph_of(train(pooled), {"scale": array(64)}, array(32, 64))
+    lives = lives_by_op(graph)
+    zeros, gradient = sorted(lives["select_and_scatter_add"])
+    first = next(i for i, node in enumerate(graph.nodes) if node.name == "max")
+    assert zeros[0] == graph.liveness.times[first] and zeros[1] + 1 == gradient[0]
+
+
+def grid(w, x):
+    """Scores of all pairs; the gradient of each is summed over the others."""
+    one, other = jax.nn.relu(x @ w["one"]), jnp.sort(x) @ w["other"]
+    pairs = jnp.tanh(one[:, :, None] + other[:, None])
+    return jnp.sum(jax.nn.logsumexp(pairs @ w["scores"], axis=-1))
+
+
+@pytest.mark.parametrize(("rows", "turns"), [(48, True), (24, False)])
+def test_what_is_summed_over_an_inner_dimension_is_written_in_that_order(
+    rows: int, turns: bool
+) -> None:
+    """With the activation that its gradient reads, in one kernel for both; not for few rows."""
+    w = {"one": array(8, 8), "other": array(8, 8), "scores": array(8, 16)}
+    graph = graph_of(train(grid), w, array(4, rows, 8), overlaps=True)
+    lives = lives_by_op(graph)
+    shape = (4, rows, rows, 8)
+    activations = [one for one in lives["tanh"] if one[2] == shape]
+    slopes = [one for one in lives.get("mul", ()) if one[2] == shape]
+    assert (len(activations), len(slopes)) == ((2, 1) if turns else (1, 0))
+    assert len({start for start, _, _ in activations}) == 1
+    assert {start for start, _, _ in slopes} <= {end for _, end, _ in activations}
 
 
 @pytest.mark.parametrize("classes", [1024, 1021])
