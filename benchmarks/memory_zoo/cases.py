@@ -150,6 +150,7 @@ DEVELOPMENT: dict[str, Callable[[int], Step]] = {
     "convnext": partial(_classifier, ConvNeXt(1000, (1, 1), (192, 384), bf16), 64),
     "perceiver": partial(_zoo, lambda n: newcomers.perceiver(4 * n)),
     "transducer": partial(_zoo, lambda n: newcomers.transducer(16 * n)),
+    "hyena": partial(_zoo, lambda n: newcomers.hyena(8 * n)),
 }
 
 HELD_OUT: dict[str, Callable[[int], Step]] = {
@@ -160,8 +161,9 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     ),
     "pixel cnn": partial(_zoo, lambda n: newcomers.pixel_cnn(32 * n)),
     "swin": partial(_zoo, lambda n: newcomers.swin(32 * n)),
-    "hyena": partial(_zoo, lambda n: newcomers.hyena(8 * n)),
     "linear attention": partial(_zoo, lambda n: newcomers.linear_attention(8 * n)),
+    "conformer": partial(_zoo, lambda n: newcomers.conformer(16 * n)),
+    "diffusion transformer": partial(_zoo, lambda n: newcomers.diffusion_transformer(16 * n)),
 }
 
 

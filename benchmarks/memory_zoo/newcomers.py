@@ -307,3 +307,113 @@ def linear_attention(
     return trained(
         lambda: _weights(sizes), loss, lambda i: (integers(i, vocabulary, rows, length),)
     )
+
+
+def conformer(rows: int, *, width: int = 512, frames: int = 1000, depth: int = 4) -> ZooStep:
+    """Speech to characters: half-step feed-forwards around attention and a gated depthwise
+    convolution; every frame is classified."""
+    heads, kernel, features, vocabulary = 8, 31, 80, 1024
+    sizes: dict[str, tuple[int, ...]] = {
+        "frames": (4 * features, width),
+        "places": (frames, width),
+        "classes": (width, vocabulary),
+    }
+    for layer in range(depth):
+        for half in ("first", "second"):
+            sizes[f"{half}_up_{layer}"] = (width, 4 * width)
+            sizes[f"{half}_down_{layer}"] = (4 * width, width)
+        sizes[f"qkv_{layer}"] = (width, 3, heads, width // heads)
+        sizes[f"out_{layer}"] = (heads, width // heads, width)
+        sizes[f"gates_{layer}"] = (width, 2 * width)
+        sizes[f"depthwise_{layer}"] = (kernel, 1, width)
+        sizes[f"mix_{layer}"] = (width, width)
+
+    def loss(params: Any, speech: jax.Array, labels: jax.Array) -> jax.Array:
+        w = jax.tree.map(lambda p: p.astype(bf16), params)
+
+        def feed_forward(x: jax.Array, name: str, layer: int) -> jax.Array:
+            inner = jax.nn.silu(_norm(x) @ w[f"{name}_up_{layer}"])
+            return x + 0.5 * (inner @ w[f"{name}_down_{layer}"])
+
+        def attention(x: jax.Array, layer: int) -> jax.Array:
+            q, k, v = jnp.einsum("btd,dcnh->cbnth", _norm(x), w[f"qkv_{layer}"])
+            scores = jnp.einsum("bnth,bnsh->bnts", q, k).astype(jnp.float32)
+            weights = jax.nn.softmax(scores / q.shape[-1] ** 0.5).astype(bf16)
+            mixed = jnp.einsum("bnts,bnsh->btnh", weights, v)
+            return x + jnp.einsum("btnh,nhd->btd", mixed, w[f"out_{layer}"])
+
+        def convolution(x: jax.Array, layer: int) -> jax.Array:
+            value, gate = jnp.split(_norm(x) @ w[f"gates_{layer}"], 2, -1)
+            inner = jax.lax.conv_general_dilated(
+                value * jax.nn.sigmoid(gate),
+                w[f"depthwise_{layer}"],
+                (1,),
+                "SAME",
+                dimension_numbers=("NWC", "WIO", "NWC"),
+                feature_group_count=width,
+            )
+            return x + jax.nn.silu(_norm(inner)) @ w[f"mix_{layer}"]
+
+        x = speech.astype(bf16) @ w["frames"] + w["places"]
+        for layer in range(depth):
+            x = feed_forward(x, "first", layer)
+            x = convolution(attention(x, layer), layer)
+            x = _norm(feed_forward(x, "second", layer))
+        logits = (x @ w["classes"]).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    def batch(index: int) -> tuple[jax.Array, ...]:
+        speech = normal(index, rows, frames, 4 * features)
+        return speech, integers(index, vocabulary, rows, frames)
+
+    return trained(lambda: _weights(sizes), loss, batch)
+
+
+def diffusion_transformer(
+    rows: int, *, width: int = 1024, tokens: int = 1024, depth: int = 3
+) -> ZooStep:
+    """Noise from noisy latents: what a small network says of the time shifts, scales and gates
+    every part of a layer."""
+    heads, latents = 16, 16
+    sizes: dict[str, tuple[int, ...]] = {
+        "patches": (latents, width),
+        "places": (tokens, width),
+        "time_up": (256, width),
+        "time": (width, width),
+        "noise": (width, latents),
+    }
+    for layer in range(depth):
+        sizes[f"condition_{layer}"] = (width, 6 * width)
+        sizes[f"qkv_{layer}"] = (width, 3 * width)
+        sizes[f"out_{layer}"] = (width, width)
+        sizes[f"up_{layer}"] = (width, 4 * width)
+        sizes[f"down_{layer}"] = (4 * width, width)
+
+    def loss(params: Any, images: jax.Array, noise: jax.Array, time: jax.Array) -> jax.Array:
+        w = jax.tree.map(lambda p: p.astype(bf16), params)
+        level = time[:, None, None]
+        noisy = jnp.sqrt(1 - level) * images + jnp.sqrt(level) * noise
+        waves = time[:, None] * jnp.exp(jnp.linspace(0, 7, 128))
+        waves = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1).astype(bf16)
+        condition = jax.nn.silu(jax.nn.silu(waves @ w["time_up"]) @ w["time"])
+        x = noisy.astype(bf16) @ w["patches"] + w["places"]
+        for layer in range(depth):
+            made = (condition @ w[f"condition_{layer}"])[:, None]
+            shift, scale, gate, late_shift, late_scale, late_gate = jnp.split(made, 6, -1)
+            inner = _norm(x) * (1 + scale) + shift
+            qkv = (inner @ w[f"qkv_{layer}"]).reshape(*x.shape[:2], 3, heads, -1)
+            q, k, v = (qkv[:, :, part] for part in range(3))
+            x = x + gate * (
+                jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ w[f"out_{layer}"]
+            )
+            inner = _norm(x) * (1 + late_scale) + late_shift
+            x = x + late_gate * (jax.nn.gelu(inner @ w[f"up_{layer}"]) @ w[f"down_{layer}"])
+        said = (_norm(x) @ w["noise"]).astype(jnp.float32)
+        return jnp.mean((said - noise) ** 2)
+
+    def batch(index: int) -> tuple[jax.Array, ...]:
+        shape = (rows, tokens, latents)
+        return normal(index, *shape), normal(index + 1, *shape), normal(index + 2, rows) ** 2 / 9
+
+    return trained(lambda: _weights(sizes), loss, batch)
