@@ -50,19 +50,25 @@ _WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this oper
 _STACKS = ("scan_slice", "scan_stack")
 
 
-# A Triton kernel holds a row of at most so many elements, as a power of two of them. XLA (0.11 and
-# 0.12, compiled softmaxes of many sizes) makes the softmax of 16-bit scores, in 32 bits, there if
-# there are few scores, or many rows with little padding.
+# A Triton kernel holds a row of at most so many elements, as a power of two of them.
 MAX_TILE_ROW = 2**14
-_MAX_PADDING, _MANY_ROWS, _FEW_SCORES = 1.17, 2**16, 2**22
+# XLA (0.12, compiled softmaxes of many sizes) makes the softmax of 16-bit scores, in 32 bits, there
+# if rows are padded little. Where memory is fast, as an H200's, it does so for few scores, or many
+# rows of a device with less padding.
+_FAST_MEMORY = 16.0  # instructions per byte moved
+_MAX_PADDING = 1.5
+_LESS_PADDING, _MANY_ROWS, _FEW_SCORES = 1.17, 2**16, 2**22
 
 
-def fits_tiles(shape: Sequence[int]) -> bool:
-    """Whether XLA makes the softmax of such scores in tiles; rows are short enough."""
-    padded = 1 << (shape[-1] - 1).bit_length()
-    has_many_rows = prod(shape[:-1]) > _MANY_ROWS
-    is_padded = padded > _MAX_PADDING * shape[-1]
-    return prod(shape) <= _FEW_SCORES or (has_many_rows and not is_padded)
+def fits_tiles(shape: Sequence[int], rate: float = 0.0, is_split: bool = False) -> bool:
+    """Whether XLA makes the softmax of such scores in tiles; rows are short enough. `rate`:
+    instructions in the time of moving a byte; `is_split`: a device has some of the rows."""
+    padding = (1 << (shape[-1] - 1).bit_length()) / shape[-1]
+    if prod(shape) <= _FEW_SCORES:
+        return True
+    if rate > _FAST_MEMORY:
+        return padding <= _MAX_PADDING
+    return prod(shape[:-1]) > _MANY_ROWS and not is_split and padding <= _LESS_PADDING
 
 
 def aval_bytes(aval: ShapedArray) -> int:

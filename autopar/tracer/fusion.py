@@ -63,16 +63,17 @@ class Fusion:
         copied: Collection[int] = (),
         rate: float = INSTRUCTIONS_PER_BYTE,
         fuses_updates: bool = True,
+        is_split: bool = False,
     ) -> None:
         """`scatters` and `products`: those folded, with the ops that they are made in; `in_place`:
         outputs that take over the buffer of an input; `copied`: values that are written in
         another order of dimensions; `rate`: instructions in the time of moving a byte;
         `fuses_updates`: scatters make their updates and indices themselves, what gathers pick many
         times is written, and so are dear values that layers or sums compute again; prices know none
-        of it."""
+        of it; `is_split`: several devices have parts of all values."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
-        self._rate, self._fuses_updates = rate, fuses_updates
+        self._rate, self._fuses_updates, self._is_split = rate, fuses_updates, is_split
         self._scatters = scatters
         self.scattered_into = frozenset(scatters.values())
         self._folded = {**scatters, **products}
@@ -291,7 +292,10 @@ class Fusion:
         if node.name in REDUCTIONS:
             return True
         if node.name == "exp" and self._is_wide_softmax(value, made_from):
-            return not fits_tiles(flow.values[value].shape)
+            shape = flow.values[value].shape
+            if not self._fuses_updates:
+                return not fits_tiles(shape)
+            return not fits_tiles(shape, self._rate, self._is_split)
         # Recompute it in each reader, or write it once and read it back?
         elements = prod(flow.values[value].shape)
         count = sum([self._times_computed(i, elements) for i in {r.node for r in readers}])

@@ -104,7 +104,8 @@ def basis_of_lives(
     flow = flow.with_turned(turned_products(flow))
     reordering = Reordering(flow)
     products, summed = folded_products(flow), summed_along_rows(flow)
-    fusion = Fusion(flow, scatters, products, returned, kept, reordering.copied | summed, rate)
+    copied = reordering.copied | summed
+    fusion = Fusion(flow, scatters, products, returned, kept, copied, rate=rate, is_split=overlaps)
     in_memory = priced.read_from_memory()
     return LifeBasis(fusion, place, tuple(loops), reordering.made_of, summed, overlaps, in_memory)
 

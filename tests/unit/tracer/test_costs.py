@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.tracer.costs import equation_flops
+from autopar.ir.devices import DEVICES
+from autopar.tracer.costs import equation_flops, fits_tiles
 from autopar.tracer.trace_step import trace_step
 
 
@@ -29,3 +30,23 @@ def test_gradients_of_a_convolution_take_as_long_as_itself(stride: int) -> None:
     ]
     forward = 2 * 4 * (16 // stride) ** 2 * 32 * 9 * 8
     assert flops == [forward] * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "h100", "h200", "split"),
+    [
+        ((1, 2, 1024, 1024), True, True, True),  # few scores
+        ((1, 8, 4096, 4096), True, False, False),
+        ((2, 16, 4096, 4096), True, True, False),  # many rows, unless devices share them
+        ((1, 16, 3000, 3000), True, False, False),
+        ((64, 16, 577, 577), False, False, False),  # padded to 1,024
+    ],
+)
+def test_a_softmax_is_made_in_tiles_as_xla_does(
+    shape: tuple[int, ...], h100: bool, h200: bool, split: bool
+) -> None:
+    """As compiled for both: where memory is fast, exponentials are rather written. `split`: on one
+    of several H200s."""
+    rates = [DEVICES[name].instructions_per_byte for name in ("h100-sxm", "h200-sxm")]
+    assert [fits_tiles(shape, rate) for rate in rates] == [h100, h200]
+    assert fits_tiles(shape, rates[1], is_split=True) == split
