@@ -100,9 +100,11 @@ def plan_together(
         )
         state_of_training(traced, method)
 
+    one_mesh = _has_arrays_across_processes(args, kwargs)
+
     def plan() -> str:
         planned = plan_step(
-            fn, args, kwargs, cluster=cluster, method=method, options=options, one_mesh=True
+            fn, args, kwargs, cluster=cluster, method=method, options=options, one_mesh=one_mesh
         )
         _check_plan(planned.plan, len(devices))
         return planned.plan.to_json()
@@ -131,6 +133,14 @@ def compile_together(name: str, compile: Callable[[], object]) -> None:
 
 
 # -- checks and comparisons
+
+
+def _has_arrays_across_processes(*args: Any) -> bool:
+    """Whether an argument spans processes: a pipeline does not take it."""
+    return any(
+        isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+        for leaf in jax.tree.leaves(args)
+    )
 
 
 def _check_plan(plan: ParallelPlan, num_devices: int) -> None:

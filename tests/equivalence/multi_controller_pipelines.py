@@ -56,9 +56,9 @@ def pipeline(num_stages: int, num_micro_batches: int = 4) -> autopar.PipeshardPa
     )
 
 
-def compared(step_fn: Any, num_stages: int, state: Any, batches: Any) -> dict[str, Any]:
+def compared(step_fn: Any, method: Any, state: Any, batches: Any) -> dict[str, Any]:
     """Losses and the trained state beside those of `jax.jit`; and what this process holds."""
-    step = autopar.parallelize(step_fn, method=pipeline(num_stages))
+    step = autopar.parallelize(step_fn, method=method)
     held, losses = state, []
     for batch in batches:
         held, loss = step(held, batch)
@@ -85,11 +85,11 @@ def compared(step_fn: Any, num_stages: int, state: Any, batches: Any) -> dict[st
 
 
 def two_stages() -> Any:
-    return compared(deep_step, 2, deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
+    return compared(deep_step, pipeline(2), deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
 
 
 def four_stages() -> Any:
-    return compared(deep_step, 4, deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
+    return compared(deep_step, pipeline(4), deep_state(), [deep_batch(n) for n in range(NUM_STEPS)])
 
 
 def many_steps() -> Any:
@@ -98,7 +98,7 @@ def many_steps() -> Any:
     found = {}
     for num_stages, num_steps in ((2, 200), (4, 50)):
         batches = [deep_batch(n % 5) for n in range(num_steps)]
-        found[num_stages] = compared(deep_step, num_stages, deep_state(), batches)
+        found[num_stages] = compared(deep_step, pipeline(num_stages), deep_state(), batches)
     return found
 
 
@@ -106,7 +106,7 @@ def gpt(name: str = "gpt-tiny") -> Any:
     example = build(name)
     batch = jax.tree.map(np.asarray, example.make_batch(8))
     state = jax.tree.map(np.asarray, example.create_state())
-    return compared(example.train_step, 2, state, [batch] * NUM_STEPS)
+    return compared(example.train_step, pipeline(2), state, [batch] * NUM_STEPS)
 
 
 def scanned_gpt() -> Any:
@@ -191,6 +191,48 @@ def checkpoint() -> Any:
         restored = autopar.restore_checkpoint(folder, other, step=1 + number % 2)
         losses[name] = trained(other, restored, batches[1:])
     return {"losses_by_plan": losses}
+
+
+def momentum_step(state, batch):
+    """Neither its 37 features nor its 25 rows can be split over two, three or four devices."""
+
+    def loss_of(params):
+        x = batch["x"]
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return (x**2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    first = jax.tree.map(lambda m, g: 0.9 * m + g, state["first"], grads)
+    second = jax.tree.map(lambda v, g: 0.9 * v + g * g, state["second"], grads)
+    params = jax.tree.map(
+        lambda p, m, v: p - 0.1 * m / jnp.sqrt(v + 1), state["params"], first, second
+    )
+    return {"params": params, "first": first, "second": second}, loss
+
+
+def by_default() -> Any:
+    """On one mesh, every device would hold all of the state, for which there is no room."""
+    params = {f"w{i}": normal(i, 37, 37) / 3 for i in range(4)}
+    zeros = jax.tree.map(np.zeros_like, params)
+    state = {"params": params, "first": zeros, "second": zeros}
+    batches = [{"x": normal(10 + n, 25, 37)} for n in range(NUM_STEPS)]
+    room = 5 * sum(p.nbytes for p in params.values()) // 2
+    method = autopar.AutoParallel(options=autopar.ShardingOptions(memory_budget_bytes=room))
+    return compared(momentum_step, method, state, batches)
+
+
+def across_processes() -> Any:
+    """Arrays that span processes stay where they are: on one mesh."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    batch = {
+        name: jax.make_array_from_callback(value.shape, rows, value.__getitem__)
+        for name, value in deep_batch().items()
+    }
+    step = autopar.parallelize(deep_step)
+    _, loss = step(deep_state(), batch)
+    return {"num_stages": step.last_executable.plan.num_stages, "loss": float(loss)}
 
 
 def another_plan() -> Any:

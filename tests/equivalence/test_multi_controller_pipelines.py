@@ -23,6 +23,8 @@ SCENARIOS = [
     "two_stages",
     "four_stages",
     "scanned",
+    "by_default",
+    "across_processes",
     "with_loader_and_created_state",
     "checkpoint",
     "another_plan",
@@ -67,6 +69,21 @@ def test_three_steps_are_those_of_jit_in_every_process(four, scenario, num_stage
         assert own[scenario]["worst"] < 1e-6
         assert own[scenario]["num_stages"] == num_stages
         assert own[scenario]["shown"].startswith("DistributedArray(float32[16, 16]")
+
+
+@pytest.mark.ci
+def test_the_default_method_finds_a_pipeline(four):
+    assert_as_on_one_device(four, "by_default")
+    for own in four:
+        assert own["by_default"]["worst"] < 1e-5
+        assert own["by_default"]["num_stages"] > 1
+
+
+@pytest.mark.ci
+def test_arrays_that_span_processes_are_planned_on_one_mesh(four):
+    for own in four:
+        assert own["across_processes"]["num_stages"] == 1, own["across_processes"]
+        assert own["across_processes"]["loss"] == pytest.approx(four[0]["two_stages"]["losses"][0])
 
 
 @pytest.mark.ci

@@ -84,7 +84,8 @@ class ProcessSession(RemoteSession):
                     f"an array of shape {list(type_.shape)} spans processes ({value.sharding}), "
                     "and a pipeline takes arrays that each process has whole, or that a pipeline "
                     "returned. Pass it as a NumPy array, or create state with "
-                    "autopar.CreateStateParallel."
+                    "autopar.CreateStateParallel; or plan one mesh, which takes it, with "
+                    "method=autopar.ShardParallel()."
                 )
         if not self.runs_here(mesh.devices):
             return list(self.new_numbers(mesh, len(values))), [()] * len(mesh.places)
