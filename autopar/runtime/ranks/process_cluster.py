@@ -7,6 +7,8 @@ processes but tiles (`runtime.transports`), as on Ray, and of answers only what 
 
     transports, open, compiled   through the store of JAX's coordination service
     step                         small results (a loss), from the mesh's first worker to all
+    recorded                     the marks of a trace, from every worker to all
+    clock                        known: on one machine it is the same, else by the wall clocks
     all others                   of no use elsewhere: they count as answered
 
 Tags name transfers in all processes alike, because all call the same steps in the same order.
@@ -39,16 +41,20 @@ from autopar.ir.mesh import ClusterSpec
 from autopar.runtime.ranks.consensus import arrival_limit_s
 from autopar.runtime.ranks.failures import FailureWatch, failure_watch
 from autopar.runtime.ranks.liveness import Lost, ProcessLiveness
+from autopar.runtime.ranks.machines import own_place
 from autopar.runtime.ranks.process_replies import (
     COMMAND_LIMIT_S,
     Elsewhere,
     OwnReply,
+    SentAnswer,
     SentReply,
     StoredReply,
+    sent_answer,
 )
 from autopar.runtime.ranks.process_workers import OwnWorker, ProcessWorker
+from autopar.runtime.recording import clock
 from autopar.runtime.remote.channel import ChannelClient, ChannelServer
-from autopar.runtime.remote.commands import CommandName, StepCall, StepDone
+from autopar.runtime.remote.commands import CommandName, StepDone
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.mailbox import Mailbox
 from autopar.runtime.remote.place import WorkerPlace
@@ -76,7 +82,7 @@ class ProcessGroup:
         self.closed = False
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(_STORED, 0)
+        self._counts = dict.fromkeys((*_STORED, "recorded"), 0)
 
     def submit(
         self,
@@ -105,11 +111,14 @@ class ProcessGroup:
     ) -> Any:
         cluster = self._cluster
         key = f"{cluster.folder_key}/{worker.place.worker}/{command}/{count}"
+        sent = sent_answer(worker, command, args, count)
         if worker.own is None:
             if command in _STORED:
                 return StoredReply(worker.process, f"the command {command!r}", key, cluster.check)
-            if command == "step" and (sent := _sent_key(worker, args[0])) is not None:
+            if sent is not None:
                 return SentReply(sent, partial(cluster.take, worker.process), cluster.has_come)
+            if command == "clock":
+                return Elsewhere(clock() + cluster.clock_offset_s(worker.process))
             empty = StepDone({}) if command == "step" else _EMPTY.get(command)
             return Elsewhere(empty)
         reply = OwnReply(f"the command {command!r} in this process")
@@ -118,17 +127,9 @@ class ProcessGroup:
         future.add_done_callback(partial(cluster.answered, reply, command, fatal))
         if command in _STORED:
             future.add_done_callback(partial(cluster.store_answer, key))
-        elif command == "step" and (sent := _sent_key(worker, args[0])) is not None:
+        elif sent is not None:
             future.add_done_callback(partial(cluster.send_answer, sent))
         return reply
-
-
-def _sent_key(worker: ProcessWorker, call: StepCall) -> int | None:
-    """The key under which a worker sends what it was asked for with a step; None if that is
-    nothing. Tags are below 2**40, and no two steps have the same first tag."""
-    if worker.place.rank != 0 or not call.watched:
-        return None
-    return 2 * (call.first_tag << 22 | worker.place.worker)
 
 
 class ProcessCluster:
@@ -162,7 +163,7 @@ class ProcessCluster:
         self._token = str(token)
         self._server = ChannelServer(self._address, self._token)
         self._liveness = ProcessLiveness(self.process, self._token, self._doing, self._on_lost)
-        self._addresses = self._join()
+        self._addresses, self._clocks = self._join()
         self._watch.is_waiting_elsewhere = self._has_steps
         threading.Thread(target=self._monitor, name="autopar-monitor", daemon=True).start()
 
@@ -188,14 +189,25 @@ class ProcessCluster:
             )
         return json.loads(message)
 
-    def _join(self) -> list[tuple[str, int]]:
-        """Connects to process 0; returns the data addresses of all processes."""
+    def _join(self) -> tuple[list[tuple[str, int]], list[tuple[str, float]]]:
+        """Connects to process 0; returns the data addresses of all processes, and of each its
+        machine and when, by the wall clock, its clock of marks was zero."""
         watched_at = self._from_first("liveness", lambda: self._liveness.serve(self._address))
         if self.process != 0:
             self._liveness.join((watched_at[0], watched_at[1]), _CONNECT_LIMIT_S)
-        self._store(f"address/{self.process}", self._server.address)
+        zero_s = time.time() - clock()
+        self._store(f"address/{self.process}", [*self._server.address, own_place().machine, zero_s])
         found = [self._read(f"address/{number}", number) for number in range(self.num_processes)]
-        return [(str(host), int(port)) for host, port in found]
+        addresses = [(str(host), int(port)) for host, port, _, _ in found]
+        return addresses, [(str(machine), float(zero_s)) for _, _, machine, zero_s in found]
+
+    def clock_offset_s(self, process: int) -> float:
+        """The clock of another process's marks minus that of this one's."""
+        (here, own_zero_s), (there, zero_s) = self._clocks[self.process], self._clocks[process]
+        return 0.0 if here == there else own_zero_s - zero_s
+
+    def is_on_one_machine(self) -> bool:
+        return len({machine for machine, _ in self._clocks}) == 1
 
     def close(self) -> None:
         """Leave, when all processes have run the steps that they were called for, or a limit is
@@ -304,11 +316,9 @@ class ProcessCluster:
         with suppress(ClusterError, jax.errors.JaxRuntimeError):  # process 0 is gone
             _jax.store_set(key, json.dumps(answer).encode())
 
-    def send_answer(self, key: int, future: Future[Any]) -> None:
-        if future.exception() is not None:
-            return
-        values = future.result().values
-        self.send(key, [np.array(list(values), np.int64), *values.values()])
+    def send_answer(self, sent: SentAnswer, future: Future[Any]) -> None:
+        if future.exception() is None:
+            self.send(sent.key, sent.to_arrays(future.result()))
 
     def send(self, key: int, arrays: Sequence[np.ndarray]) -> None:
         """Send arrays to all other processes. That one is gone, its connection tells process 0."""

@@ -2,7 +2,7 @@
 
 A worker of this process answers by itself (`OwnReply`); one of another process through the store of
 JAX's coordination service (`StoredReply`), over a connection (`SentReply`), or not at all where
-nobody here needs its answer (`Elsewhere`).
+nobody here needs its answer, or this process knows it (`Elsewhere`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autopar import _jax
 from autopar.errors import WorkerError
-from autopar.runtime.remote.commands import StepDone
+from autopar.runtime.ranks.process_workers import ProcessWorker
+from autopar.runtime.remote.commands import CommandName, StepCall, StepDone
+from autopar.runtime.remote.recording import marks_from_arrays, marks_to_arrays
 
 COMMAND_LIMIT_S = 3600.0
 
@@ -89,27 +91,67 @@ class StoredReply:
         return _jax.store_get_now(self._key) is not None
 
 
+class SentAnswer(NamedTuple):
+    """An answer that goes from process to process as arrays: its key, and how it becomes arrays and
+    is made of them again."""
+
+    key: int
+    to_arrays: Callable[[Any], list[np.ndarray]]
+    from_arrays: Callable[[list[np.ndarray]], Any]
+
+
+def step_arrays(done: StepDone) -> list[np.ndarray]:
+    return [np.array(list(done.values), np.int64), *done.values.values()]
+
+
+def step_of_arrays(sent: list[np.ndarray]) -> StepDone:
+    return StepDone(dict(zip(sent[0].tolist(), sent[1:], strict=True)))
+
+
+def sent_answer(
+    worker: ProcessWorker, command: CommandName, args: tuple[Any, ...], count: int
+) -> SentAnswer | None:
+    """How the answer to a command is sent to the other processes; None if it is not."""
+    if command == "recorded":
+        key = read_key(0, count, worker.place.worker)  # no array has the number 0
+        return SentAnswer(key, marks_to_arrays, marks_from_arrays)
+    key = sent_key(worker, args[0]) if command == "step" else None
+    return None if key is None else SentAnswer(key, step_arrays, step_of_arrays)
+
+
+def read_key(number: int, nth: int, worker: int) -> int:
+    """The key of a worker's shards of an array that is read for the nth time; keys of steps are
+    even."""
+    return 2 * ((number << 20 | nth) << 22 | worker) + 1
+
+
+def sent_key(worker: ProcessWorker, call: StepCall) -> int | None:
+    """The key under which a worker sends what it was asked for with a step; None if that is
+    nothing. Tags are below 2**40, and no two steps have the same first tag."""
+    if worker.place.rank != 0 or not call.watched:
+        return None
+    return 2 * (call.first_tag << 22 | worker.place.worker)
+
+
 class SentReply:
-    """The answer to a step, with small results, that a worker of another process sends. `take`
-    waits for what comes under a key, for a time at most; `has_come` says whether it is there."""
+    """An answer that a worker of another process sends. `take` waits for what comes under a key,
+    for a time at most; `has_come` says whether it is there."""
 
     def __init__(
         self,
-        key: int,
+        sent: SentAnswer,
         take: Callable[[int, float | None], list[np.ndarray]],
         has_come: Callable[[int], bool],
     ) -> None:
-        self._key, self._take, self._has_come = key, take, has_come
+        self._sent, self._take, self._has_come = sent, take, has_come
         self._lock = threading.Lock()
-        self._done: StepDone | None = None
+        self._done: Any = None
 
-    def result(self, limit_s: float | None = None) -> StepDone:
+    def result(self, limit_s: float | None = None) -> Any:
         with self._lock:
             if self._done is None:
-                sent = self._take(self._key, limit_s)
-                values = dict(zip(sent[0].tolist(), sent[1:], strict=True))
-                self._done = StepDone(values)
+                self._done = self._sent.from_arrays(self._take(self._sent.key, limit_s))
             return self._done
 
     def done(self) -> bool:
-        return self._done is not None or self._has_come(self._key)
+        return self._done is not None or self._has_come(self._sent.key)

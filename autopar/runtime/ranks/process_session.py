@@ -18,6 +18,7 @@ from autopar.errors import ArgumentError, ClusterError
 from autopar.ir.remote import ShardedType
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.ranks.process_cluster import ProcessCluster
+from autopar.runtime.ranks.process_replies import read_key
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.mesh import RemoteMesh
@@ -54,11 +55,10 @@ class ProcessSession(RemoteSession):
             )
         self._processes.check()
 
-    def check_recording(self) -> None:
-        raise ClusterError(
-            "autopar.trace does not record pipelines in processes of your own. Run the step "
-            "outside of it, or trace the same plan in one process or on Ray."
-        )
+    def recording_notes(self) -> list[str]:
+        if self._processes.is_on_one_machine():
+            return []
+        return ["clocks of other machines are known by their wall clocks, which may be wrong"]
 
     # -- values up
 
@@ -136,18 +136,12 @@ class ProcessSession(RemoteSession):
         for worker, key, reply in asked:
             reply.result()
             shards = copy.mesh.channels[worker].receive(key, FETCH_LIMIT_S)
-            self._processes.send(_fetch_key(copy.number, nth, worker), shards)
+            self._processes.send(read_key(copy.number, nth, worker), shards)
             _fill(value, by_worker.pop(worker), shards)
         for worker, wanted in by_worker.items():
             process = copy.mesh.places[worker].host
-            key = _fetch_key(copy.number, nth, worker)
+            key = read_key(copy.number, nth, worker)
             _fill(value, wanted, self._processes.take(process, key, FETCH_LIMIT_S))
-
-
-def _fetch_key(number: int, nth: int, worker: int) -> int:
-    """The key of a worker's shards of an array that is read for the nth time; keys of steps are
-    even."""
-    return 2 * ((number << 20 | nth) << 22 | worker) + 1
 
 
 def _fill(

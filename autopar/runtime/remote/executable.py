@@ -190,8 +190,6 @@ class RemoteExecutable(InstructionExecutable):
 
     def _run(self, leaves: Sequence[Any], recorder: Recorder | None) -> list[DistributedArray]:
         self._session.check()
-        if recorder is not None:
-            self._session.check_recording()
         self._start_again()
         self._wait_for_room()
         with uninterrupted(), self._session.lock:
@@ -254,15 +252,16 @@ class RemoteExecutable(InstructionExecutable):
         unwatched = [_waiter(reply, None) for reply in done]
         handles = []
         for (shape, dtype, is_weak), held in zip(self._out_types, self._held, strict=True):
-            copies, waiters = [], []
-            for mesh, place, type_, rows in held:
-                copies.append(Copy(meshes[mesh], outputs[mesh][place], type_, rows))
-                is_watched = place in watched[mesh]
-                waiters.append(_waiter(done[mesh], place) if is_watched else unwatched[mesh])
+            copies = [
+                Copy(meshes[m], outputs[m][place], type_, rows) for m, place, type_, rows in held
+            ]
+            waiters = [
+                _waiter(done[m], place) if place in watched[m] else unwatched[m]
+                for m, place, _, _ in held
+            ]
+            known = waiters[0] if len(waiters) == 1 else _all_waiters(waiters)
             handles.append(
-                DistributedArray(
-                    self._session, shape, dtype, is_weak, tuple(copies), _all_waiters(waiters)
-                )
+                DistributedArray(self._session, shape, dtype, is_weak, tuple(copies), known)
             )
         return handles
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
+
+import numpy as np
 
 from autopar.errors import AutoparError
 from autopar.runtime.recording import (
@@ -42,6 +45,29 @@ class WorkerMarks:
     num_dropped: int
     num_missed: int
     is_complete: bool
+
+
+def marks_to_arrays(marks: WorkerMarks) -> list[np.ndarray]:
+    """For a way on which only arrays go."""
+    rows = [(tag, mark) for tag, in_step in marks.steps.items() for mark in in_step]
+    ends_s = [mark.ended_s for _, mark in rows]
+    return [
+        np.array([marks.num_dropped, marks.num_missed, marks.is_complete], np.int64),
+        np.array(list(marks.steps), np.int64),
+        np.array([(tag, mark.place) for tag, mark in rows], np.int64).reshape(-1, 2),
+        np.array([mark.began_s for _, mark in rows], np.float64),
+        np.array([np.nan if end_s is None else end_s for end_s in ends_s], np.float64),
+    ]
+
+
+def marks_from_arrays(arrays: Sequence[np.ndarray]) -> WorkerMarks:
+    (num_dropped, num_missed, is_complete), tags, rows, began_s, ended_s = (
+        array.tolist() for array in arrays
+    )
+    steps: dict[int, list[InstructionMark]] = {tag: [] for tag in tags}
+    for (tag, place), start_s, end_s in zip(rows, began_s, ended_s, strict=True):
+        steps[tag].append(InstructionMark(place, start_s, None if isnan(end_s) else end_s))
+    return WorkerMarks(steps, num_dropped, num_missed, bool(is_complete))
 
 
 class WorkerRecord:
@@ -96,7 +122,7 @@ class Collector(StepCollector):
         self._session = session
         self._meshes: dict[int, RemoteMesh] = {}
         self._seen: set[int] = set()
-        self._notes: list[str] = []
+        self._notes = session.recording_notes()
         self._is_open = True
         session.before_close = self._before_close
 

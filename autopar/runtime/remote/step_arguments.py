@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.remote import BoundBuffer, ShardedType
-from autopar.runtime.remote.arrays import DistributedArray
+from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.mesh import RemoteMesh
 from autopar.runtime.remote.move import move
@@ -58,13 +58,15 @@ class StepArguments:
         dropped: list[int] = []
         copies: list[tuple[int, int, ShardedType]] = []
         new: list[tuple[int, BoundBuffer, bool]] = []  # what no worker holds yet
+        leaves, given, used_up = self.leaves, self._given, self._used_up
         for entry in wanted.in_order:
             place, argument, is_donated = entry
-            leaf = self.leaves[argument.position]
-            if not isinstance(leaf, DistributedArray) or not leaf.copies:
+            leaf = leaves[argument.position]
+            found = leaf.copies if isinstance(leaf, DistributedArray) else ()
+            if not found:
                 new.append(entry)
                 continue
-            number = _copy_on(leaf, mesh, argument)
+            number = _copy_on(found, mesh, argument)
             if number is None and (leaf.is_in_parts or argument.rows is not None):
                 self._fetch(argument.position, leaf)
                 new.append(entry)
@@ -73,13 +75,13 @@ class StepArguments:
                 number = move(self.session, leaf, mesh, argument.type)
                 if not is_donated:
                     dropped.append(number)
-            elif is_donated and number in self._given:
+            elif is_donated and number in given:
                 source, number = number, self.session.new_number(mesh)
                 copies.append((source, number, argument.type))
             numbers[place] = number
-            self._given.add(number)
+            given.add(number)
             if is_donated:
-                self._used_up.add(number)
+                used_up.add(number)
                 self._taken.append(leaf)
         puts = self._upload(mesh, new, numbers, dropped)
         if copies:
@@ -127,10 +129,10 @@ class StepArguments:
                     copy.mesh.release(copy.number)
 
 
-def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, argument: BoundBuffer) -> int | None:
-    """The number of the array's copy on a mesh, if it has the wanted rows and shards."""
+def _copy_on(copies: Sequence[Copy], mesh: RemoteMesh, argument: BoundBuffer) -> int | None:
+    """The number of an array's copy on a mesh, if it has the wanted rows and shards."""
     type_, rows = argument.type, argument.rows
-    for copy in leaf.copies:
+    for copy in copies:
         is_there = copy.mesh is mesh and copy.rows == rows
         if is_there and (copy.type is type_ or same_shards(copy.type, type_)):
             return copy.number

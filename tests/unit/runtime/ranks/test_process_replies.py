@@ -9,7 +9,15 @@ import pytest
 
 from autopar import _jax
 from autopar.errors import WorkerError
-from autopar.runtime.ranks.process_replies import Elsewhere, OwnReply, SentReply, StoredReply
+from autopar.runtime.ranks.process_replies import (
+    Elsewhere,
+    OwnReply,
+    SentAnswer,
+    SentReply,
+    StoredReply,
+    step_arrays,
+    step_of_arrays,
+)
 
 
 def test_a_reply_keeps_its_first_answer():
@@ -84,7 +92,8 @@ def test_small_results_are_taken_once():
         taken.append((key, limit_s))
         return [np.array([7, 9]), np.float32(0.5), np.arange(2)]
 
-    reply = SentReply(12, take, has_come=lambda key: False)
+    sent = SentAnswer(12, step_arrays, step_of_arrays)
+    reply = SentReply(sent, take, has_come=lambda key: False)
     assert not reply.done()
     values = reply.result(5.0).values
     assert list(values) == [7, 9] and values[7] == 0.5 and values[9].tolist() == [0, 1]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.runtime.ranks.process_cluster import _sent_key
-from autopar.runtime.ranks.process_session import _fetch_key, _fill
+from autopar.runtime.ranks.process_replies import read_key, sent_key
+from autopar.runtime.ranks.process_session import _fill
 from autopar.runtime.ranks.process_workers import ProcessWorker
 from autopar.runtime.remote.commands import StepCall
 from autopar.runtime.remote.place import WorkerPlace
@@ -34,14 +34,14 @@ def call(first_tag: int, watched: tuple[int, ...] = (0,)) -> StepCall:
 
 
 def test_keys_of_steps_and_of_reads_differ() -> None:
-    steps = {_sent_key(worker(w), call(tag)) for w in range(3) for tag in (0, 1, 2**39)}
-    reads = {_fetch_key(number, nth, w) for number in (1, 2**30) for nth in (1, 2) for w in (0, 9)}
+    steps = {sent_key(worker(w), call(tag)) for w in range(3) for tag in (0, 1, 2**39)}
+    reads = {read_key(number, nth, w) for number in (1, 2**30) for nth in (1, 2) for w in (0, 9)}
     assert len(steps) == 9 and len(reads) == 8 and steps.isdisjoint(reads)
 
 
 def test_only_the_first_worker_of_a_mesh_sends_and_only_what_is_watched() -> None:
-    assert _sent_key(worker(0, rank=1), call(0)) is None
-    assert _sent_key(worker(0), call(0, watched=())) is None
+    assert sent_key(worker(0, rank=1), call(0)) is None
+    assert sent_key(worker(0), call(0, watched=())) is None
 
 
 def test_shards_are_put_in_their_boxes() -> None:
@@ -79,8 +79,8 @@ def test_what_was_placed_has_numbers_of_its_own_and_is_not_read(outcomes: dict[s
     assert "was placed by this process" in outcomes["read"]
 
 
-def test_steps_are_not_recorded(outcomes: dict[str, Any]) -> None:
-    assert "does not record pipelines" in outcomes["recorded"]
+def test_a_trace_has_the_runs_of_all_meshes(outcomes: dict[str, Any]) -> None:
+    assert outcomes["traced"] == {"meshes": [0, 1], "notes": []}
 
 
 def test_a_session_that_has_ended_says_so(outcomes: dict[str, Any]) -> None:
