@@ -5,7 +5,8 @@ of collectives; instructions start in XLA's order. A kernel takes what its produ
 and its traffic take (`autopar.measure.judge_kernels`). An array that was used a short while ago is
 still in the device's cache. An asynchronous collective runs from its start beside the kernels,
 after the collective before it, and its done waits for it. A loop runs its body as often as XLA
-says; a trip of several kernels is a CUDA graph, in which they start sooner.
+says; a trip of several kernels is a CUDA graph, in which they start sooner. Of a shorter one, the
+host starts every kernel, ahead of the device: a step takes at least as long as that.
 
 What it does not see: kernels that share the device with each other or with a collective.
 """
@@ -40,6 +41,9 @@ _COLLECTIVES = frozenset(
 )
 _INDEX = re.compile(r"\bindex=(\d+)")
 
+TRIP_S = 1e-6  # more for a trip that is a CUDA graph
+HOST_TRIP_S = 4.7e-6  # the host's time to start such a graph
+HOST_LAUNCH_S = 4.2e-6  # the host's time to start a kernel of a trip that is none
 GRAPH_COMMANDS = 5  # from which on XLA makes a trip a CUDA graph; an asynchronous pair counts twice
 
 Buffer = tuple[str, int]  # an instruction, or a loop's body, and which of its arrays
@@ -162,6 +166,8 @@ class _Judge:
         self.works: dict[tuple[str, str], Work] = {}
         self.unknown_loops: list[str] = []
         self.launch_s = LAUNCH_S
+        self.host_launch_s = 0.0
+        self.host_s = 0.0
 
     def judge(self) -> Judgement:
         clock = self._run(self.module.entry, 1)
@@ -171,7 +177,7 @@ class _Judge:
             if count
         ]
         return Judgement(
-            max(clock.kernels, clock.links),
+            max(clock.kernels, clock.links, self.host_s),
             self.sums.compute,
             self.sums.links,
             clock.exposed + max(0.0, clock.links - clock.kernels),
@@ -247,22 +253,29 @@ class _Judge:
         if trips is None:
             self.unknown_loops.append(one.name)
             trips = 1
-        outside_s = self.launch_s
+        outside = self.launch_s, self.host_launch_s
         for name in one.called:
-            self.launch_s = self._body_launch_s(name)
+            self.launch_s, self.host_launch_s = self._launches(name)
             if trips > 1:  # the cache as the trip before leaves it
                 self._run(name, 0)
                 self._carry(name)
-            self._inline(self._run(name, times * trips), clock, trips)
+            inner = self._run(name, times * trips)
+            if self.launch_s == GRAPH_LAUNCH_S:
+                inner.kernels += TRIP_S
+                self.host_s += times * trips * HOST_TRIP_S
+            self._inline(inner, clock, trips)
             self._carry(name)
-        self.launch_s = outside_s
+        self.launch_s, self.host_launch_s = outside
 
-    def _body_launch_s(self, body: str) -> float:
+    def _launches(self, body: str) -> tuple[float, float]:
+        """Seconds to start a kernel of a loop's body, on the device and on the host."""
         listed = self.module.computations[body]
         if any(one.opcode in ("while", "conditional") for one in listed):
-            return LAUNCH_S
+            return LAUNCH_S, 0.0
         num_commands = sum(one.opcode not in _FREE for one in listed)
-        return GRAPH_LAUNCH_S if num_commands >= GRAPH_COMMANDS else LAUNCH_S
+        return (
+            (GRAPH_LAUNCH_S, 0.0) if num_commands >= GRAPH_COMMANDS else (LAUNCH_S, HOST_LAUNCH_S)
+        )
 
     def _carry(self, body: str) -> None:
         """What a loop's body returns is what it is given next."""
@@ -292,6 +305,7 @@ class _Judge:
         seconds = kernel_seconds(work, cached, self.device, self.launch_s)
         flops, num_bytes = work.flops, work.num_bytes
         clock.kernels += seconds
+        self.host_s += times * self.host_launch_s
         self.sums.compute += times * seconds
         self.sums.flops += times * flops
         sums = self.sums.kernels.setdefault((one.name, one.op_name), [0.0] * 4)

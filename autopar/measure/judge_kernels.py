@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from math import gcd, prod
 
 from autopar.ir.devices import DeviceSpec
-from autopar.measure.judge_tiles import PRODUCTS, convolution_s, tiled_s, wide_window_s
+from autopar.measure.judge_tiles import PRODUCTS, SPLITS, convolution_s, tiled_s, wide_window_s
 from autopar.measure.judge_traffic import (
     CACHE_SPEED,
     UPDATES,
@@ -41,15 +41,19 @@ from autopar.runtime.hlo_text import HloModule, Instruction
 
 MEMORY = 0.9  # of the bandwidth
 LAUNCH_S = 1.8e-6
-GRAPH_LAUNCH_S = 1.4e-6  # of a kernel in a CUDA graph; by profiles of single loops
+GRAPH_LAUNCH_S = 1.1e-6  # of a kernel in a CUDA graph; by profiles of single loops
 PRODUCT_S = 1e-6  # more for products, which fill their pipeline first
-ROWS_S = 4e-6  # more for sums across rows, whose parts are added last
-EXTRA_DEPTH = {2: 96, 4: 192}  # prologue and epilogue of a tile, as elements of the contraction
+ROWS_S = 1e-6  # more for sums across rows, whose parts are added last
+# Prologue and epilogue of a tile, as elements of the contraction; at most another contraction.
+EXTRA_DEPTH = {2: 96, 4: 192}
+LEAST_EXTRA = 32
 # Of a product's rate, by the alignment of rows; less if the contraction is along such rows.
-UNALIGNED = {8: 0.6, 4: 0.6, 2: 0.25, 1: 0.25}
-UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.25, 1: 0.25}
+UNALIGNED = {8: 0.8, 4: 0.8, 2: 0.5, 1: 0.5}
+UNALIGNED_32BIT = 1.0
+LIBRARY_32BIT, TRITON_32BIT = 0.9, 0.55  # of the rate of a 16-bit product, as a share of the peak
+UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.3, 1: 0.3}
 SINGLE_LOADS = 2.0  # traffic of a tile with rows aligned to 2 bytes, as if it were so much more
-TILE_VALUES = 48  # of a thread, up to which a tile is as fast as its traffic
+HELD_LOAD = 26.0  # instructions for each number of such rows that a tile holds between two sums
 CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to vector lanes
 GROUPED = 0.25  # of the vector rate, for convolutions in groups
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
@@ -59,6 +63,7 @@ SCRATCH_KERNELS = 3  # more of them, which do that
 LEAST_SCRATCH = 2.0**17  # bytes below which it holds no array
 TRANSFORMED = 4.0  # times its arrays: scratch memory of a convolution that is made by transforms
 SMOOTH = 4.0  # the larger, the more the slowest kind of work decides alone
+SMOOTH_ROWS = 2.0  # of sums across rows
 
 # Instructions of a lane per element; what is not listed takes one.
 _COSTS = {
@@ -93,8 +98,6 @@ _CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?P<kind>[A-Z
 _CUDNN_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(?P<back>Backward)?"')
 _BACKWARD_ATTENTION = 2.5  # five products in place of two
 _TRITON = re.compile(r'"kind":"__triton')
-_TILE_SIZES = re.compile(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]')
-_NUM_WARPS = re.compile(r'"num_warps":"(\d+)"')
 _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=\w+_(?P<kernel>\w+)->(?P<result>\w+)")
 _PADDING = re.compile(r"padding=([\dx_\-]+)")
@@ -112,6 +115,8 @@ def seconds(
     traffic_s = (work.num_bytes - cached_bytes + cached_bytes / CACHE_SPEED) / bandwidth
     lanes_s = work.lane_ops / (VECTOR_SHARE * VECTOR * device.flops_16bit)
     parts = (work.products_s, traffic_s, lanes_s)
+    if work.in_turn:
+        parts = (sum(parts),)
     largest = max(parts)
     begin_s = launch_s + (ROWS_S if work.sums_rows else 0.0)
     if work.scratch > LEAST_SCRATCH:
@@ -120,7 +125,8 @@ def seconds(
         return begin_s
     if work.products_s:
         begin_s += PRODUCT_S
-    return begin_s + largest * sum((part / largest) ** SMOOTH for part in parts) ** (1 / SMOOTH)
+    smooth = SMOOTH_ROWS if work.sums_rows else SMOOTH
+    return begin_s + largest * sum((part / largest) ** smooth for part in parts) ** (1 / smooth)
 
 
 def work_of(one: Instruction, module: HloModule, by_name: Named, device: DeviceSpec) -> Work:
@@ -132,11 +138,11 @@ def work_of(one: Instruction, module: HloModule, by_name: Named, device: DeviceS
         _add_products(work, inner, inside, device)
         is_tiled = _TRITON.search(one.attributes) is not None
         if is_tiled:
-            _slow_single_loads(work, one, by_name)
-            _slow_large_tiles(work, one, by_name)
+            _add_tiled(work, one, inner, inside, by_name)
+            return work
         is_reduction = "kind=kInput" in one.attributes
         work.sums_rows = is_reduction and any(_sums_rows(other, inside) for other in inner)
-        work.lane_ops += _tiled_lane_ops(inner, inside) if is_tiled else _lane_ops(inner, inside)
+        work.lane_ops += _lane_ops(inner, inside)
         return work
     work = plain_traffic(one, module, by_name)
     _add_products(work, [one], by_name, device)
@@ -152,20 +158,24 @@ def _slow_single_loads(work: Work, fusion: Instruction, by_name: Named) -> None:
         work.written *= SINGLE_LOADS
 
 
-def _slow_large_tiles(work: Work, fusion: Instruction, by_name: Named) -> None:
-    """A Triton kernel that writes tiles of the size of its operands holds these in registers: the
-    more of them a thread has, the fewer threads there are to hide how long a load takes. A product
-    holds only steps of its contraction."""
-    if work.flops:
-        return
-    tile, warps = _TILE_SIZES.search(fusion.attributes), _NUM_WARPS.search(fusion.attributes)
-    if tile is None or warps is None:
-        return
-    padded = prod(1 << (int(size) - 1).bit_length() for size in re.findall(r"\d+", tile[1]))
-    held = sum(size_of(by_name[name]) >= size_of(fusion) for name in work.reads)
-    slowed = max(1.0, held * padded / (WARP * int(warps[1])) / TILE_VALUES)
-    work.reads = {name: slowed * touched for name, touched in work.reads.items()}
-    work.written *= slowed
+def _add_tiled(
+    work: Work, fusion: Instruction, inner: Sequence[Instruction], inside: Named, by_name: Named
+) -> None:
+    """A Triton kernel. One with two sums, as a softmax's gradient has, holds its rows in registers
+    between them: few tiles are under way at a time, so that loading, computing and storing take
+    turns. Rows are padded to a power of two."""
+    _slow_single_loads(work, fusion, by_name)
+    work.lane_ops += _tiled_lane_ops(inner, inside)
+    sums = [one for one in inner if one.opcode == "reduce" and one.operands[0] in inside]
+    if len(sums) > 1:
+        work.in_turn = True
+        summed = inside[sums[0].operands[0]]
+        length = summed.results[0].shape[minor_dimension(summed)]
+        padded = (1 << (length - 1).bit_length()) / max(length, 1)
+        arrays = [*(by_name[name] for name in work.reads), fusion]
+        whole = [one for one in arrays if size_of(one) >= size_of(summed)]
+        single = sum(size_of(one) for one in whole if _alignment(one) <= 2)
+        work.lane_ops += padded * HELD_LOAD * single
 
 
 # Products
@@ -200,12 +210,19 @@ def _product_s(
     batch = prod(shape[int(n)] for n in re.findall(r"\d+", found[1])) if found else 1
     depth = flops / 2 / prod(result.shape)
     sides = (left / depth / batch, right / depth / batch)
-    rate = _peak(operands[0], device)
     item = item_bytes(operands[0])
+    is_library = one.opcode == "custom-call"
+    rate = _peak(operands[0], device)
+    if item >= 4:
+        rate *= LIBRARY_32BIT if is_library else TRITON_32BIT
     alignment = min(_alignment(other) for other in (*operands, one))
-    shares = UNALIGNED if depth * item % 16 == 0 else UNALIGNED_DEPTH
-    extra = EXTRA_DEPTH[4 if item >= 4 else 2]
-    return tiled_s(batch, *sides, depth, shares.get(alignment, 1.0) * rate, extra)
+    if depth * item % 16:
+        rate *= UNALIGNED_DEPTH.get(alignment, 1.0)
+    else:
+        rate *= UNALIGNED_32BIT if item >= 4 else UNALIGNED.get(alignment, 1.0)
+    extra = min(EXTRA_DEPTH[4 if item >= 4 else 2], max(depth, LEAST_EXTRA))
+    splits = SPLITS if is_library else (1,)
+    return tiled_s(batch, *sides, depth, rate, extra, splits=splits)
 
 
 def _add_convolution(
@@ -297,11 +314,14 @@ def _lane_ops(inner: Sequence[Instruction], inside: Named) -> float:
     here: dict[str, float] = {}
     elsewhere: dict[str, float] = {}
     in_branch: dict[str, bool] = {}
+    rotated = _rotated(inner, inside)
     total = 0.0
     for one in reversed(inner):
         if one.is_root:
             here[one.name] = float(size_of(one))
         times = here.get(one.name, 0.0) + elsewhere.get(one.name, 0.0)
+        if (place := UPDATES.get(one.opcode)) is not None and one.operands[place] in inside:
+            times = min(times, float(size_of(inside[one.operands[place]])))
         branched = in_branch.get(one.name, False)
         if one.opcode == "tuple":
             here.update({name: float(size_of(inside[name])) for name in one.operands})
@@ -312,7 +332,8 @@ def _lane_ops(inner: Sequence[Instruction], inside: Named) -> float:
             total += LOAD * here.get(one.name, 0.0) + load * moved
             continue
         reads = _reads_per_value(one, inside)
-        total += times * max(reads, 1.0) * _COSTS.get(one.opcode, 1.0)
+        if one.name not in rotated:
+            total += times * max(reads, 1.0) * _COSTS.get(one.opcode, 1.0)
         for place, name in enumerate(one.operands):
             if name not in inside:
                 continue
@@ -333,6 +354,23 @@ def _lane_ops(inner: Sequence[Instruction], inside: Named) -> float:
             if branched:
                 in_branch[name] = True
     return total
+
+
+def _rotated(inner: Sequence[Instruction], inside: Named) -> set[str]:
+    """Shifts of one number by which it is rotated, as random bits are made: with the `or` of both
+    they are one instruction."""
+    found: set[str] = set()
+    for one in inner:
+        if one.opcode != "or" or not all(name in inside for name in one.operands):
+            continue
+        left, right = (inside[name] for name in one.operands)
+        opcodes = {left.opcode, right.opcode}
+        if (
+            opcodes == {"shift-left", "shift-right-logical"}
+            and left.operands[0] == right.operands[0]
+        ):
+            found |= {left.name, right.name}
+    return found
 
 
 def _diverges(one: Instruction, inside: Named) -> bool:

@@ -5,7 +5,7 @@ epilogue, so a short contraction is slow. A convolution is the product that it s
 
     forward          positions of the result  ×  output channels  over  window × input channels
     input gradient   positions of the input   ×  input channels   over  window × output channels;
-                     of a stride's window, each position meets a part
+                     of a stride's window, each position meets a part, or none
     filter gradient  window × input channels  ×  output channels  over  positions of the result
 
 Channels are read in blocks for every place of the window, so few of them cost as much as a block,
@@ -81,8 +81,8 @@ def convolution_s(
         rate *= FILTER_GRADIENT[2 if item <= 2 else 4]
         splits = SPLITS
     elif kind == "BackwardInput":
-        places = float(prod(-(-size // by) for size, by in zip(window, strides, strict=True)))
-        sides = positions * prod(strides), inputs, places * _blocks(features, item, BLOCK_BYTES)
+        met = float(prod(min(size, by) for size, by in zip(window, strides, strict=True)))
+        sides = positions * met, inputs, places / met * _blocks(features, item, BLOCK_BYTES)
         rate *= STRIDED_INPUT if prod(strides) > 1 else 1.0
     else:
         sides = positions, features, places * _blocks(inputs, item, BLOCK_BYTES)

@@ -26,6 +26,7 @@ LINE_BYTES = 64  # that memory is read by
 CACHE_BYTES = 40e6  # of an H100 or H200: 50 MB, not all of which hold what is wanted
 CACHE_SPEED = 1.6  # of the memory's
 _VIEWS = frozenset(("bitcast", "reshape", "copy", "convert"))
+_MIXING = frozenset(("tuple", "reduce", "dot", "custom-call", "scatter", "dynamic-update-slice"))
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the update
 _ATOMIC = 1.5  # traffic of sums in memory, as if it were so much more
@@ -43,7 +44,8 @@ class Work:
     """products_s: of its tiles, at the device's rate. flops: of its products. lane_ops:
     instructions of vector lanes. sums_rows: whether it reduces along another dimension than that
     which is contiguous. reads: operand → bytes that are touched of it. written: bytes. scratch:
-    bytes of arrays that a library copies to another layout first.
+    bytes of arrays that a library copies to another layout first. in_turn: whether its kinds of
+    work take turns in place of running side by side.
     """
 
     products_s: float = 0.0
@@ -53,6 +55,7 @@ class Work:
     reads: dict[str, float] = field(default_factory=dict)
     written: float = 0.0
     scratch: float = 0.0
+    in_turn: bool = False
 
     @property
     def num_bytes(self) -> float:
@@ -100,17 +103,14 @@ def plain_traffic(one: Instruction, module: HloModule, by_name: Named) -> Work:
 
 def fusion_traffic(fusion: Instruction, module: HloModule, inner: Sequence[Instruction]) -> Work:
     inside = {one.name: one for one in inner}
-    users: dict[str, list[Instruction]] = {}
-    for one in inner:
-        for name in one.operands:
-            users.setdefault(name, []).append(one)
+    reads = _Reads(inner)
     root = next(one for one in inner if one.is_root)
     outputs = [inside[n] for n in root.operands] if root.opcode == "tuple" else [root]
     work = Work(written=sum(_written_bytes(output, module, inside) for output in outputs))
     for one in inner:
         if one.opcode == "parameter":
             operand = fusion.operands[int(one.operands[0])]
-            read = _read_bytes(one, users, inside)
+            read = reads.bytes_of(one)
             work.reads[operand] = work.reads.get(operand, 0.0) + read
     return work
 
@@ -175,28 +175,44 @@ def _scattered_bytes(
     return written / CACHE_SPEED if bytes_of(target) <= CACHE_BYTES else written
 
 
-def _read_bytes(value: Instruction, users: Mapping[str, list[Instruction]], inside: Named) -> float:
-    """What a fusion reads of a parameter: all, unless every use takes only parts of it."""
-    total = gathered = 0.0
-    for user in users.get(value.name, ()):
-        if user.operands[0] != value.name:
-            touched = bytes_of(value)
-        elif user.opcode == "gather":  # rows that are taken twice are read twice
-            gathered += _sliced_bytes(user, value)
-            continue
-        elif user.opcode in _SLICES:
-            touched = _sliced_bytes(user, value)
-        elif user.opcode == "dynamic-update-slice":
-            touched = 0.0
-        elif user.opcode == "scatter":
-            gathered += _combined_bytes(user, value, inside[user.operands[UPDATES["scatter"]]])
-            continue
-        elif user.opcode in _VIEWS and user.name in users:
-            touched = _read_bytes(user, users, inside)
-        else:
-            touched = bytes_of(value)
-        total += touched
-    return min(total, bytes_of(value)) + gathered
+class _Reads:
+    """What a fusion reads of its values: all, unless every use takes only parts of them."""
+
+    def __init__(self, inner: Sequence[Instruction]) -> None:
+        self.inside = {one.name: one for one in inner}
+        self.users: dict[str, list[Instruction]] = {}
+        for one in inner:
+            for name in one.operands:
+                self.users.setdefault(name, []).append(one)
+        self.found: dict[str, float] = {}
+
+    def bytes_of(self, value: Instruction) -> float:
+        """Rows that are taken twice are read twice."""
+        if value.is_root or value.name not in self.users:
+            return bytes_of(value)
+        if value.name not in self.found:
+            parts = [self._taken(value, user) for user in self.users[value.name]]
+            whole = sum(taken for taken, anywhere in parts if not anywhere)
+            rows = sum(taken for taken, anywhere in parts if anywhere)
+            self.found[value.name] = min(whole, bytes_of(value)) + rows
+        return self.found[value.name]
+
+    def _taken(self, value: Instruction, user: Instruction) -> tuple[float, bool]:
+        """By one user, and whether in rows that lie anywhere."""
+        share = min(1.0, self.bytes_of(user) / max(bytes_of(user), 1))
+        if user.operands[0] == value.name:
+            if user.opcode == "gather":
+                return _sliced_bytes(user, value), True
+            if user.opcode == "scatter":
+                update = self.inside[user.operands[UPDATES["scatter"]]]
+                return _combined_bytes(user, value, update), True
+            if user.opcode == "dynamic-update-slice":
+                return 0.0, False
+            if user.opcode in _SLICES:
+                return _sliced_bytes(user, value) * share, False
+        if user.opcode in _MIXING or size_of(user) != size_of(value):
+            return bytes_of(value), False
+        return bytes_of(value) * share, False
 
 
 def _written_bytes(output: Instruction, module: HloModule, inside: Named) -> float:

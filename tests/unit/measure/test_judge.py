@@ -12,7 +12,7 @@ from autopar.errors import ArgumentError
 from autopar.ir.devices import DeviceSpec
 from autopar.ir.mesh import ClusterSpec
 from autopar.measure import judge as judge_module
-from autopar.measure.judge import Judgement, judge
+from autopar.measure.judge import HOST_LAUNCH_S, TRIP_S, Judgement, judge
 from autopar.measure.judge_kernels import CACHE_SPEED, GRAPH_LAUNCH_S, LAUNCH_S, MEMORY
 
 # A float32 takes a second to read; arithmetic takes no time.
@@ -136,21 +136,37 @@ def test_a_loop_runs_its_body_so_often() -> None:
     assert unknown.step_s == seconds(24) and unknown.unknown_loops == ("w",)
 
 
-@pytest.mark.parametrize(("num_kernels", "launch_s"), [(4, LAUNCH_S), (5, GRAPH_LAUNCH_S)])
-def test_kernels_of_a_long_trip_start_sooner(num_kernels: int, launch_s: float) -> None:
-    last = f"ROOT %k{num_kernels} = f32[] negate(%k{num_kernels - 1})"
-    lines = [f"%k{n} = f32[] negate(%k{n - 1})" for n in range(1, num_kernels)]
-    body = computation("body", "\n".join(["%k0 = f32[] parameter(0)", *lines, last]))
-    text = module(
-        """%p = f32[] parameter(0)
-        %w = f32[] while(%p), condition=%cond, body=%body, """
-        """backend_config={"known_trip_count":{"n":"10"}}
-        ROOT %n = f32[] negate(%w)""",
+def chain(num_kernels: int, size: int = 1) -> str:
+    """A loop of ten trips of so many kernels, and a last kernel."""
+    array = f"f32[{size}]{{0}}"
+    last = f"ROOT %k{num_kernels} = {array} negate(%k{num_kernels - 1})"
+    lines = [f"%k{n} = {array} negate(%k{n - 1})" for n in range(1, num_kernels)]
+    body = computation("body", "\n".join([f"%k0 = {array} parameter(0)", *lines, last]))
+    return module(
+        f"""%p = {array} parameter(0)
+        %w = {array} while(%p), condition=%cond, body=%body, """
+        f"""backend_config={{"known_trip_count":{{"n":"10"}}}}
+        ROOT %n = {array} negate(%w)""",
         body,
     )
-    fast = replace(DEVICE, memory_bandwidth=1e15, flops_16bit=1e18)
-    expected = 10 * num_kernels * launch_s + LAUNCH_S  # the last kernel is in no loop
-    assert judge(text, fast).step_s == pytest.approx(expected, rel=1e-3)
+
+
+FAST = replace(DEVICE, memory_bandwidth=1e15, flops_16bit=1e18)
+
+
+def test_kernels_of_a_long_trip_start_sooner() -> None:
+    expected = 10 * (5 * GRAPH_LAUNCH_S + TRIP_S) + LAUNCH_S  # the last kernel is in no loop
+    assert judge(chain(5), FAST).step_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_host_starts_kernels_of_a_short_trip_one_by_one() -> None:
+    found = judge(chain(4), FAST)
+    assert found.step_s == pytest.approx(10 * 4 * HOST_LAUNCH_S, rel=1e-3)
+    assert found.compute_s == pytest.approx(41 * LAUNCH_S, rel=1e-3)
+    # It is ahead of a device that has more to do.
+    slow = replace(FAST, memory_bandwidth=1e9)
+    found = judge(chain(4, 1000000), slow)
+    assert found.step_s == pytest.approx(found.compute_s)
 
 
 def test_of_a_conditional_the_slowest_branch_counts(cache_bytes: Callable[[float], None]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.measure.judge_kernels import (
     EXTRA_DEPTH,
     GROUPED,
+    HELD_LOAD,
     LAUNCH_S,
+    LEAST_EXTRA,
+    LIBRARY_32BIT,
     LOAD_IN_BRANCH,
     MEMORY,
     PRODUCT_S,
@@ -16,7 +21,7 @@ from autopar.measure.judge_kernels import (
     SCRATCH_KERNELS,
     SINGLE_LOADS,
     SMOOTH,
-    TILE_VALUES,
+    TRITON_32BIT,
     UNALIGNED,
     UNALIGNED_DEPTH,
     VECTOR,
@@ -41,11 +46,17 @@ from tests.unit.measure.made_up_kernels import DEVICE, fusion, work
 # Products
 
 
-def product(left: str, right: str, result: str) -> Work:
+def product(left: str, right: str, result: str, *, library: bool = False) -> Work:
+    call = "dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    if library:
+        dimensions = '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+        config = f'{{"gemm_backend_config":{{"dot_dimension_numbers":{dimensions}}}}}'
+        target = 'custom_call_target="__cublas$lt$matmul"'
+        call = f"custom-call(%p, %q), {target}, backend_config={config}"
     return work(
         f"""%p = {left} parameter(0)
         %q = {right} parameter(1)
-        ROOT %d = {result} dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+        ROOT %d = {result} {call}"""
     )
 
 
@@ -57,11 +68,29 @@ def test_full_waves_run_at_the_rate_of_products() -> None:
     assert found.products_s == pytest.approx(expected * (4096 + EXTRA_DEPTH[2]) / 4096)
 
 
-def test_float32_products_have_their_own_rate() -> None:
+@pytest.mark.parametrize(("library", "share"), [(True, LIBRARY_32BIT), (False, TRITON_32BIT)])
+def test_float32_products_have_their_own_rate(library: bool, share: float) -> None:
     rows = 128 * MULTIPROCESSORS
-    found = product(f"f32[{rows},4096]{{1,0}}", "f32[4096,256]{1,0}", f"f32[{rows},256]{{1,0}}")
-    expected = found.flops / (PRODUCTS * DEVICE.flops_32bit)
+    shapes = f"f32[{rows},4096]{{1,0}}", "f32[4096,256]{1,0}", f"f32[{rows},256]{{1,0}}"
+    found = product(*shapes, library=library)
+    expected = found.flops / (PRODUCTS * share * DEVICE.flops_32bit)
     assert found.products_s == pytest.approx(expected * (4096 + EXTRA_DEPTH[4]) / 4096)
+
+
+def test_only_a_library_splits_a_contraction() -> None:
+    shapes = "bf16[128,65536]{1,0}", "bf16[65536,128]{1,0}", "bf16[128,128]{1,0}"
+    library, triton = (product(*shapes, library=by).products_s for by in (True, False))
+    assert triton == pytest.approx(tiled_s(1, 128, 128, 65536, 1e15, 96, splits=(1,)))
+    assert library == pytest.approx(tiled_s(1, 128, 128, 65536, 1e15, 96))
+    assert library < triton / 4
+
+
+@pytest.mark.parametrize(("depth", "extra"), [(16, LEAST_EXTRA), (64, 64), (512, EXTRA_DEPTH[2])])
+def test_a_short_contraction_has_a_short_prologue(depth: int, extra: int) -> None:
+    found = product(
+        f"bf16[16384,{depth}]{{1,0}}", f"bf16[{depth},256]{{1,0}}", "bf16[16384,256]{1,0}"
+    )
+    assert found.products_s == pytest.approx(tiled_s(1, 16384, 256, depth, 1e15, extra))
 
 
 def test_a_last_wave_that_is_nearly_empty_takes_as_long_as_a_full_one() -> None:
@@ -87,7 +116,8 @@ def test_rows_that_are_not_aligned_slow_a_product(length: int, alignment: int) -
 
 def test_rows_are_those_of_the_layout() -> None:
     found = product("bf16[4096,4096]{1,0}", "bf16[4096,1025]{0,1}", "bf16[4096,1025]{0,1}")
-    assert found.products_s == pytest.approx(tiled_s(1, 4096, 1025, 4096, DEVICE.flops_16bit, 96))
+    expected = tiled_s(1, 4096, 1025, 4096, DEVICE.flops_16bit, 96, splits=(1,))
+    assert found.products_s == pytest.approx(expected)
 
 
 def test_tiles_of_single_elements_move_slowly() -> None:
@@ -103,26 +133,31 @@ def test_tiles_of_single_elements_move_slowly() -> None:
     assert num_bytes(197) == SINGLE_LOADS * 2 * 2 * 64 * 197
 
 
-@pytest.mark.parametrize(("length", "slowed"), [(512, 1.0), (8192, 64), (6000, 64), (16384, 128)])
-def test_rows_that_fill_registers_move_slowly(length: int, slowed: float) -> None:
-    """A tile of one row, of two operands, in eight warps."""
-    array = f"f32[64,{length}]{{1,0}}"
-    inner = f"""%a = {array} parameter(0)
-        %b = {array} parameter(1)
-        ROOT %n = {array} multiply(%a, %b)"""
-    config = (
-        ', backend_config={"fusion_backend_config":{"block_level_fusion_config":{"num_warps":"8",'
-        f'"output_tiles":[{{"sizes":["1","{length}"]}}]}},"kind":"__triton"}}}}'
-    )
-    found = fusion(inner, array, array, array, kind="kCustom", config=config).num_bytes
-    expected = slowed / TILE_VALUES if slowed > 1 else 1.0
-    assert found == pytest.approx(3 * 4 * 64 * length * expected)
-    product = f"""%a = f32[64,64]{{1,0}} parameter(0)
-        %b = f32[64,{length}]{{1,0}} parameter(1)
-        ROOT %d = {array} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
-    square = "f32[64,64]{1,0}"
-    found = fusion(product, array, square, array, kind="kCustom", config=config).num_bytes
-    assert found == 4 * 64 * (64 + 2 * length)  # by steps of its contraction
+def test_a_tile_that_sums_twice_takes_turns() -> None:
+    """A softmax's gradient: its rows stay in registers between both sums."""
+
+    def found(length: int, sums: int) -> Work:
+        row, array = "f32[64]{0}", f"bf16[64,{length}]{{1,0}}"
+        again = f"%s = {row} reduce(%b, %z), dimensions={{1}}, to_apply=%add" if sums > 1 else ""
+        inner = f"""%a = {array} parameter(0)
+            %z = f32[] constant(0)
+            %r = {row} reduce(%a, %z), dimensions={{1}}, to_apply=%add
+            %c = {array} broadcast(%r), dimensions={{0}}
+            %b = {array} subtract(%a, %c)
+            {again}
+            %d = {array} broadcast({"%s" if sums > 1 else "%r"}), dimensions={{0}}
+            ROOT %o = {array} multiply(%b, %d)"""
+        config = ', backend_config={"fusion_backend_config":{"kind":"__triton"}}'
+        return fusion(inner, array, array, kind="kCustom", config=config)
+
+    once, twice = found(1024, 1), found(1024, 2)
+    assert twice.in_turn and not once.in_turn
+    alone = [replace(twice, lane_ops=0.0), replace(twice, reads={}, written=0.0)]
+    both = seconds(twice, 0.0, DEVICE) - LAUNCH_S
+    assert both == pytest.approx(sum(seconds(work, 0.0, DEVICE) - LAUNCH_S for work in alone))
+    # Rows of an odd length are loaded and stored number by number, padded to a power of two.
+    odd = found(1025, 2).lane_ops - found(1032, 2).lane_ops
+    assert odd == pytest.approx(2048 / 1025 * HELD_LOAD * 2 * 64 * 1025, rel=0.02)
 
 
 def convolution(
@@ -191,7 +226,13 @@ def test_few_channels_cost_as_much_as_a_block_at_every_place_of_the_window() -> 
 def test_a_strided_input_s_gradient_meets_a_part_of_the_window_at_every_position() -> None:
     larger = "bf16[16,64,64,128]{3,2,1,0}"
     found = convolution("BackwardInput", WIDER, KERNEL, larger, window="size=3x3 stride=2x2")
-    assert found.products_s == as_product(4 * 16384, 128, 4 * 256, share=STRIDED_INPUT)
+    assert found.products_s == as_product(4 * 16384, 128, 9 / 4 * 256, share=STRIDED_INPUT)
+
+
+def test_a_stride_wider_than_the_window_leaves_positions_out() -> None:
+    larger, kernel = "bf16[16,64,64,128]{3,2,1,0}", "bf16[256,1,1,128]{3,2,1,0}"
+    found = convolution("BackwardInput", WIDER, kernel, larger, window="size=1x1 stride=2x2")
+    assert found.products_s == as_product(16384, 128, 256, share=STRIDED_INPUT)
 
 
 def test_few_tiles_of_a_convolution_leave_multiprocessors_idle() -> None:
@@ -306,7 +347,32 @@ def test_a_sum_across_rows_begins_later() -> None:
         found = fusion(inner, "f32[1024]{0}", "f32[1024,1024]{1,0}", kind="kInput")
         return seconds(found, 0.0, DEVICE)
 
-    assert of(0) - of(1) == pytest.approx(ROWS_S)
+    assert of(0) - of(1) == pytest.approx(ROWS_S, rel=0.01)
+
+
+def test_an_update_computes_what_it_writes() -> None:
+    inner = """%a = f32[1000,64]{1,0} parameter(0)
+        %u = f32[1,64]{1,0} parameter(1)
+        %e = f32[1,64]{1,0} exponential(%u)
+        %i = s32[] parameter(2)
+        %z = s32[] constant(0)
+        ROOT %d = f32[1000,64]{1,0} dynamic-update-slice(%a, %e, %i, %z)"""
+    shapes = "f32[1000,64]{1,0}", "f32[1000,64]{1,0}", "f32[1,64]{1,0}", "s32[]"
+    assert fusion(inner, *shapes).lane_ops < 20 * 64
+
+
+def test_a_rotation_is_one_instruction() -> None:
+    def lane_ops(other: str) -> float:
+        array = "u32[1024]{0}"
+        inner = f"""%a = {array} parameter(0)
+            %b = {array} parameter(1)
+            %n = {array} parameter(2)
+            %l = {array} shift-left(%a, %n)
+            %r = {array} shift-right-logical({other}, %n)
+            ROOT %o = {array} or(%l, %r)"""
+        return fusion(inner, array, array, array, array).lane_ops
+
+    assert lane_ops("%b") - lane_ops("%a") == 2 * 1024 + 1024  # and another load
 
 
 # Seconds

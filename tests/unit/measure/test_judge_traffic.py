@@ -93,6 +93,15 @@ FUSIONS = {
         ROOT %s = f32[800]{0} scatter(%a, %i, %u), update_window_dims={}, to_apply=%largest""",
         32 + 32 + 32 + 38 * 8,
     ),
+    "numbers that are gathered of a sum and of a slice": (
+        """%a = f32[9999999]{0} parameter(0)
+        %b = f32[9999999]{0} parameter(1)
+        %c = f32[9999999]{0} add(%a, %b)
+        %d = f32[9999998]{0} slice(%c), slice={[0:9999998]}
+        %i = s32[8]{0} parameter(2)
+        ROOT %g = f32[8]{0} gather(%d, %i), offset_dims={}, slice_sizes={1}""",
+        2 * 8 * 64 / CACHE_SPEED + 32 + 32,
+    ),
     "gathered rows of odd length lie in two lines now and then": (
         """%a = f32[20000000,7]{1,0} parameter(0)
         %i = s32[8]{0} parameter(1)
