@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from autopar.ir.graph import Graph, Life, Liveness, Node, NodeKind
 from autopar.rewrite.stage_slices import StageSlice
-from autopar.tracer.costs import REDUCTIONS, UNFUSED
-from autopar.tracer.regions import FORWARD
+from autopar.tracer.costs import REDUCTIONS, UNFUSED, VIEWS
+from autopar.tracer.fusion import padded_operands
+from autopar.tracer.regions import BACKWARD, FORWARD
 
 
 def in_flight_of(stage: StageSlice, count: int) -> Callable[[Graph], Graph]:
@@ -39,7 +40,33 @@ def _in_flight(graph: Graph, liveness: Liveness, stage: StageSlice, count: int) 
     ]
     lives = _in_two_programs(replace(graph, liveness=liveness), stage, lives)
     lives += [Life(value, min(times), max(times), count) for value in sorted(kept)]
+    lives += _padded_residuals(replace(graph, liveness=liveness), stage, kept)
     return replace(liveness, lives=tuple(lives))
+
+
+def _padded_residuals(graph: Graph, stage: StageSlice, kept: set[int]) -> list[Life]:
+    """Copies with zeros at the end of residuals that products read so: nothing holds the backward
+    program back from making them at its beginning."""
+    source = {v: v for v in kept}
+    begin = 1 + _end_of_forward(graph, stage)
+    found: dict[int, Life] = {}
+    for index, node in enumerate(graph.nodes):
+        is_view = node.name in VIEWS or node.kind in (NodeKind.USE, NodeKind.FINISH)
+        if is_view and node.operands and node.operands[0] in source:
+            source[node.results[0]] = source[node.operands[0]]
+        for operand in padded_operands(node, graph.values) if node.region == BACKWARD else ():
+            if operand in source:
+                value, time = source[operand], graph.liveness.times[index]
+                found[value] = Life(value, begin, max(begin, time))
+    return list(found.values())
+
+
+def _end_of_forward(graph: Graph, stage: StageSlice) -> int:
+    """The last time of the forward program. Backward constants may be made in either."""
+    made = {v for i in stage.forward for v in stage.body.equations[i].results}
+    makers = [graph.producer[v][0] for v in made if v in graph.producer]
+    times = [graph.liveness.times[i] for i in makers if graph.nodes[i].region == FORWARD]
+    return max(times, default=-1)
 
 
 def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list[Life]:
@@ -52,11 +79,7 @@ def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list
     first = _first_needed(graph, made, made_backward)
     _with_gradients(graph, first, made, made_backward, written)
     last = _last_needed(graph, made, written)
-    times = graph.liveness.times
-    # Constants of the backward pass may be made in either program.
-    makers = [graph.producer[v][0] for v in made]
-    only_backward = made_backward - made
-    end = max((times[i] for i in makers if graph.nodes[i].region == FORWARD), default=-1)
+    only_backward, end = made_backward - made, _end_of_forward(graph, stage)
     found: list[Life] = []
     for life in lives:
         if life.value not in made or not life.start <= end < life.end:

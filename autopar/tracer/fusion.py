@@ -10,13 +10,13 @@ a scatter needs in memory are merged with all other zeros of that type.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from math import prod
 from typing import NamedTuple
 
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
-from autopar.ir.graph import Node, NodeKind
+from autopar.ir.graph import Node, NodeKind, Value
 from autopar.tracer.costs import INSTRUCTIONS, MAX_TILE_ROW, REDUCTIONS, UNFUSED, fits_tiles
 from autopar.tracer.dataflow import Dataflow, Type
 from autopar.tracer.regions import UPDATE
@@ -415,24 +415,7 @@ class Fusion:
 
     def _find_padded(self) -> set[int]:
         flow = self.flow
-        padded: set[int] = set()
-        for node in flow.nodes:
-            if node.name != "dot_general" or len(node.operands) != 2:
-                continue
-            kept = {f for dims in node.rule.results for factors in dims for f in factors}
-            one, other = ({f for factors in dims for f in factors} for dims in node.rule.operands)
-            batch = one & other & kept
-            for operand, dims in zip(node.operands, node.rule.operands, strict=True):
-                value = flow.values[operand]
-                if value.dtype not in _PADDED_TYPES:
-                    continue
-                sizes = {True: 1, False: 1}  # of the dimensions that are kept, and of the others
-                for size, factors in zip(value.shape, dims, strict=True):
-                    if batch.isdisjoint(factors):
-                        sizes[not kept.isdisjoint(factors)] *= size
-                if any(size % _PADDED_TO for size in sizes.values()):
-                    padded.add(flow.source(operand))
-        return padded
+        return {flow.source(v) for node in flow.nodes for v in padded_operands(node, flow.values)}
 
     def _scattered_zeros(self) -> frozenset[Type]:
         """Types of the zeros that scatters add to. XLA merges all zeros of one type, and what one
@@ -464,6 +447,24 @@ class Fusion:
                     frontier += [v for v in node.results if v not in seen]
                     seen.update(node.results)
         return False
+
+
+def padded_operands(node: Node, values: Sequence[Value]) -> list[int]:
+    """Operands that a product of 16-bit numbers reads with zeros at the end of a dimension."""
+    if node.name != "dot_general" or len(node.operands) != 2:
+        return []
+    kept = {f for dims in node.rule.results for factors in dims for f in factors}
+    one, other = ({f for factors in dims for f in factors} for dims in node.rule.operands)
+    batch, padded = one & other & kept, []
+    for operand, dims in zip(node.operands, node.rule.operands, strict=True):
+        sizes = {True: 1, False: 1}  # of the dimensions that are kept, and of the others
+        for size, factors in zip(values[operand].shape, dims, strict=True):
+            if batch.isdisjoint(factors):
+                sizes[not kept.isdisjoint(factors)] *= size
+        is_padded = any(size % _PADDED_TO for size in sizes.values())
+        if is_padded and values[operand].dtype in _PADDED_TYPES:
+            padded.append(operand)
+    return padded
 
 
 def _is_scatter(node: Node) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autopar.ir.graph import Graph, Life
 from autopar.rewrite.stage_slices import StageSlice, slice_step
@@ -18,7 +19,9 @@ WIDTH, ROWS = 64, 32
 Layer = tuple[jax.Array, jax.Array]
 
 
-def stages(layer_of: Callable[[Layer, jax.Array], jax.Array], dtype: Any) -> list[StageSlice]:
+def stages(
+    layer_of: Callable[[Layer, jax.Array], jax.Array], dtype: Any, rows: int = ROWS
+) -> list[StageSlice]:
     """Two layers, a stage each, with four micro-batches."""
 
     def step(params: list[Layer], batch: jax.Array) -> Any:
@@ -32,7 +35,7 @@ def stages(layer_of: Callable[[Layer, jax.Array], jax.Array], dtype: Any) -> lis
 
     array = jax.ShapeDtypeStruct
     layer = array((WIDTH, WIDTH), dtype), array((WIDTH,), dtype)
-    own = case(step, ([layer] * 2, array((ROWS * 4, WIDTH), dtype)), 4, 2)
+    own = case(step, ([layer] * 2, array((rows * 4, WIDTH), dtype)), 4, 2)
     return list(slice_step(own.step, own.layers, [0, 1]).stages)
 
 
@@ -92,3 +95,19 @@ def test_what_is_no_residual_ends_in_the_forward_program() -> None:
     assert len(activations) == 2
     assert activations[0].end < end < activations[1].start
     assert activations[1].start in {x.start for x in lives_of(graph, "mul")}
+
+
+@pytest.mark.parametrize(("rows", "num_copies"), [(32, 0), (28, 1)])
+def test_residuals_of_odd_sizes_are_copied_with_zeros(rows: int, num_copies: int) -> None:
+    """For the products of the backward program, which may make the copies at its beginning."""
+
+    def crossed(layer: Layer, x: jax.Array) -> jax.Array:
+        return jnp.sin(x @ layer[0]) @ layer[0].T + layer[1]
+
+    stage = stages(crossed, jnp.bfloat16, rows)[1]
+    graph = with_in_flight(build_graph(stage.step), stage, 2)
+    residuals = stage.residual_values()
+    read = [life for life in graph.liveness.lives if life.value in residuals and life.count == 1]
+    shapes = [graph.values[life.value].shape for life in read]
+    padded = [shape for shape in shapes if shape == (rows, WIDTH)]
+    assert bool(padded) == bool(num_copies)
