@@ -4,14 +4,16 @@ A kernel has three kinds of work that run side by side, so that the slowest near
 (`seconds`): matrix products on tensor cores, arithmetic on vector lanes, and traffic.
 
     products     in tiles (`judge_tiles`); rows that are no multiple of 16 bytes cannot be copied
-                 in blocks. A convolution is the product that it stands for; one with few channels
-                 in each of its groups runs on lanes.
+                 in blocks, and only a library splits a contraction. A convolution is the product
+                 that it stands for; one with few channels in each of its groups runs on lanes.
                  What cuDNN keeps in scratch memory are its arrays in another layout, copied
                  before; or their transforms, if it is many times as large as they are.
     arithmetic   by instruction. A fusion computes a value again for every place that reads it at
                  another index. A value that only some threads need is loaded in a branch, and the
                  others wait.
-    traffic      what is touched (`judge_traffic`); slower in tiles that fill a thread's registers.
+    traffic      what is touched (`judge_traffic`).
+
+In tiles that hold rows between two sums, traffic and arithmetic take turns.
 
 The shares of the peak are those of an H200 in the table that comes with autopar.
 """
