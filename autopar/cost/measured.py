@@ -38,6 +38,7 @@ _CACHED = 65536
 WHOLE_ROWS = 16  # bytes that kernels load at once
 # The time from one small GPU kernel of a step to the next.
 USUAL_KERNEL_S = 2e-6
+LOOP_KERNEL_S = 1.1e-6  # in a loop's trip, which XLA makes a CUDA graph
 # Types whose samples a type without its own can use, best first.
 _LIKE = {
     "bfloat16": ("float16",),
@@ -202,7 +203,7 @@ class MeasuredCosts:
         return None
 
     def kernels_s(
-        self, kind: str, dtype: str, num_kernels: float, num_bytes: float
+        self, kind: str, dtype: str, num_kernels: float, num_bytes: float, *, in_loop: bool = False
     ) -> float | None:
         """The time of kernels that move `num_bytes` together. On GPUs the values that a step reads
         were written too long ago to be cached: the rate is that of the largest sample. And a kernel
@@ -214,7 +215,8 @@ class MeasuredCosts:
         if self.profile.platform == "cpu":
             min_s = num_kernels * min(curve.floor_s, self.min_kernel_s)
             return min_s + max(0.0, curve(num_bytes) - curve.floor_s)
-        min_s = num_kernels * max(self.min_kernel_s, USUAL_KERNEL_S)
+        usual_s = LOOP_KERNEL_S if in_loop else max(self.min_kernel_s, USUAL_KERNEL_S)
+        min_s = num_kernels * usual_s
         return min_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
 
     @cached_property

@@ -42,7 +42,8 @@ def measured_op_s(
     moved = _moved(traffic.num_bytes, layouts, mesh)
     moved += traffic.exposed / parallelism
     result = values[node.results[0]].dtype
-    seconds = costs.kernels_s(traffic.stream, result, traffic.num_kernels, moved)
+    kernels = traffic.stream, result, traffic.num_kernels, moved
+    seconds = costs.kernels_s(*kernels, in_loop=node.weight > 1)
     if seconds is None:
         return moved / mesh.device.memory_bandwidth + traffic.num_kernels * costs.launch_s
     return seconds

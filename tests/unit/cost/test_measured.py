@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
 from autopar.cost.curves import Curve, RateTable
-from autopar.cost.measured import USUAL_KERNEL_S, MeasuredCosts, min_work_s
+from autopar.cost.measured import LOOP_KERNEL_S, USUAL_KERNEL_S, MeasuredCosts, min_work_s
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
@@ -105,9 +105,11 @@ def test_attention_without_a_mask_is_twice_as_much_work() -> None:
 
 def test_every_kernel_of_a_gpu_waits_for_the_one_before() -> None:
     costs = MeasuredCosts(load_profile("h200"))
-    few, many = (costs.kernels_s("elementwise", "float32", n, 1e9) for n in (1, 11))
-    assert few is not None and many is not None
-    assert many - few == pytest.approx(10 * USUAL_KERNEL_S)
+    for in_loop, kernel_s in ((False, USUAL_KERNEL_S), (True, LOOP_KERNEL_S)):
+        kernels = "elementwise", "float32"
+        few, many = (costs.kernels_s(*kernels, n, 1e9, in_loop=in_loop) for n in (1, 11))
+        assert few is not None and many is not None
+        assert many - few == pytest.approx(10 * kernel_s)
 
 
 def test_noise_is_pooled() -> None:
