@@ -499,9 +499,10 @@ class _Splitter:
         if equation.name not in _COMBINED or len(equation.operands) != 1:
             return False
         (value,), (result,) = equation.operands, equation.results
-        if value not in self.pieces or 0 not in equation.params["axes"]:
+        if not isinstance(value, int) or value not in self.pieces:  # some constants have no hash
             return False
-        assert isinstance(value, int)
+        if 0 not in equation.params["axes"]:
+            return False
         aval = self.program.avals[result]
         partial: list[Operand] = []
         for piece in self.pieces[value]:

@@ -53,6 +53,10 @@ def by_norm(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
     return w - 0.1 * moment * own, moment
 
 
+def by_sum_of_a_constant(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
+    return w - 0.1 * grad * jnp.sum(np.float32(2.0)), moment
+
+
 def by_mean_of_layers(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
     moment = moment + jnp.mean(grad**2, axis=0, keepdims=True)
     return w - 0.1 * grad / jnp.sqrt(moment) * jnp.arange(WIDTH, dtype=jnp.float32), moment
@@ -127,7 +131,10 @@ def joined(split: SplitStep, results: list[Any]) -> list[Any]:
     return [own[0] if len(own) == 1 else jnp.concatenate(own) for own in parts.values()]
 
 
-@pytest.mark.parametrize("update", [plain, by_norm, by_mean_of_layers, by_rates, sorted_layers])
+@pytest.mark.parametrize(
+    "update",
+    [plain, by_norm, by_sum_of_a_constant, by_mean_of_layers, by_rates, sorted_layers],
+)
 def test_the_same_is_computed(update: Update) -> None:
     _, made, stage_of = split(update)
     state = {"m": MOMENT, "w": PARAMS}
