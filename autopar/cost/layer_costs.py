@@ -134,7 +134,7 @@ class LayerTerms:
         self.node_slot = self._slots(np.arange(len(groups)))
 
     def _group_edges(self) -> None:
-        graph, classes, phase = self.graph, self.classes, self.layers.phase
+        graph, classes, phase = self.graph, self.classes, self.layers.phase.tolist()
         known: dict[tuple, int] = {}
         groups: list[int] = []
         weights: list[float] = []

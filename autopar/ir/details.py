@@ -90,7 +90,8 @@ class OpTable:
         if len(set(map(len, columns))) != 1:
             raise ValueError("columns of different length")
         last = len(self.strings)
-        if not all(0 <= entry < last for column in (*texts, self.source) for entry in column):
+        entries = [entry for column in (*texts, self.source) for entry in set(column)]
+        if not all(0 <= entry < last for entry in entries):
             raise ValueError("a text that is not there")
 
     def __len__(self) -> int:
@@ -110,9 +111,10 @@ def op_table(rows: list[OpRow]) -> OpTable:
     if not rows:
         return OpTable()
     columns = list(zip(*rows, strict=True))
-    texts = [
-        tuple([strings.setdefault(text, len(strings)) for text in column]) for column in columns[:7]
-    ]
+    for column in columns[:7]:
+        for text in dict.fromkeys(column):
+            strings.setdefault(text, len(strings))
+    texts = [tuple(map(strings.__getitem__, column)) for column in columns[:7]]
     return OpTable(tuple(strings), *texts, *columns[7:])
 
 

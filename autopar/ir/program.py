@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -45,6 +45,7 @@ class Equation:
     has_effect:  it does more than compute its results (a print, a callback, a write).
     marks:       lines of the layer boundaries marked before it in the forward pass.
     inner_marks: lines of marks in its bodies, or moved in front of it out of a loop by JAX.
+    inputs:      the values it reads: its operands without the constants.
     """
 
     primitive: _jax.Primitive
@@ -60,15 +61,15 @@ class Equation:
     bodies: tuple[Program, ...] = ()
     marks: tuple[str, ...] = ()
     inner_marks: tuple[str, ...] = ()
+    inputs: tuple[int, ...] = field(init=False, repr=False, compare=False)  # every pass reads them
+
+    def __post_init__(self) -> None:
+        inputs = tuple([o for o in self.operands if isinstance(o, int)])
+        object.__setattr__(self, "inputs", inputs)
 
     @property
     def name(self) -> str:
         return self.primitive.name
-
-    @property
-    def inputs(self) -> list[int]:
-        """The values it reads: its operands without the constants."""
-        return [o for o in self.operands if isinstance(o, int)]
 
     @property
     def source_line(self) -> str:
@@ -112,7 +113,7 @@ class Equation:
 
     def num_equations(self) -> int:
         """The number of equations in it: itself and those of its bodies."""
-        return sum(1 for _ in self.with_bodies())
+        return 1 + sum([body.num_equations() for body in self.bodies])
 
 
 def source_line(source_info: _jax.SourceInfo, callers: tuple[_jax.SourceInfo, ...]) -> str:
@@ -172,7 +173,9 @@ class Program:
     def all_equations(self) -> Iterator[Equation]:
         """The equations in program order, each followed by those of its bodies."""
         for equation in self.equations:
-            yield from equation.with_bodies()
+            yield equation
+            for body in equation.bodies:
+                yield from body.all_equations()
 
     def named_values(self) -> Iterator[NamedValue]:
         """The values named with `autopar.constrain`, bodies included, in program order."""
@@ -183,4 +186,5 @@ class Program:
 
     def num_equations(self) -> int:
         """The number of equations, bodies included."""
-        return sum(1 for _ in self.all_equations())
+        bodies = (body for equation in self.equations for body in equation.bodies)
+        return len(self.equations) + sum(body.num_equations() for body in bodies)

@@ -75,6 +75,8 @@ class _Assigner:
         if not isinstance(operand, int):
             return ()
         here = self.current[operand]
+        if here == target and (via is None or via == operand):
+            return ()
         steps: list[Layout] = []
         if via is not None and via != operand:
             producer = self.graph.nodes[self.graph.producer[via][0]]
@@ -204,6 +206,8 @@ class _Assigner:
     def lanes(self, equation: Equation, nodes: Sequence[int]) -> UnreducedAxes | None:
         """The axes of partial sums that a loop adds up: see `UnreducedAxes`. Lanes of operands stay
         until the op is bound, even those that its result is then summed over."""
+        if self.graph.unfinished.isdisjoint((equation.results[0], *equation.inputs)):
+            return None
         layouts = iter(layout for node in nodes for layout in self.layouts[node][0])
         operands = [next(layouts) if isinstance(o, int) else None for o in equation.operands]
         axes = set(self.unreduced_axes(equation.results[0]))

@@ -114,10 +114,10 @@ def _shape(aval: ShapedArray) -> tuple[int, ...]:
 
 def constant_dependence(constant: Constant) -> BatchDependence:
     value = constant.value
-    if type(value) in (bool, int, float):
+    if isinstance(value, np.ndarray) and value.ndim:
+        return ZERO if np.all(value == 0) else SAME
+    if isinstance(value, (bool, int, float, np.generic, np.ndarray)):
         return SAME if value else ZERO
-    if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.all(value == 0):
-        return ZERO
     return SAME
 
 

@@ -53,7 +53,7 @@ class Pair:
         return self.part.results
 
     @cached_property
-    def reads(self) -> list[int]:
+    def reads(self) -> tuple[int, ...]:
         return self.part.inputs
 
 

@@ -22,6 +22,8 @@ from autopar.tracer.costs import aval_bytes
 def broadcasts_inside(program: Program, copier: Copier, scans: Collection[int]) -> Program:
     """The program with the scans at these indices reading small values where they read broadcasts
     of these; other bodies as they are."""
+    if not scans:
+        return program
     makers = {e.results[0]: e for e in program.equations if is_cheap(e) and _enlarges(e, copier)}
     moved: set[int] = set()
     equations = list(program.equations)

@@ -115,6 +115,8 @@ def _paired(program: Program) -> set[int]:
 
 
 def _inside(equation: Equation, copier: Copier) -> Equation:
+    if not equation.bodies:
+        return equation
     bodies = tuple(_thinned(body, copier) for body in equation.bodies)
     if all(new is old for new, old in zip(bodies, equation.bodies, strict=True)):
         return equation

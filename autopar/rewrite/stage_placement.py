@@ -192,17 +192,18 @@ class _PlacementFinder:
             changed = False
             for index in free:
                 changed |= self.settle(index, self.by_operands(equations[index]))
+            free = [i for i in free if i not in self.at]
             for index in reversed(free):
                 changed |= self.settle(index, self.by_results(equations[index]))
-            if not changed:
-                first = next((i for i in free if i not in self.at), None)
-                if first is not None:
-                    changed = self.settle(first, self.by_state(equations[first]))
+            free = [i for i in free if i not in self.at]
+            if not changed and free:
+                first = free.pop(0)
+                changed = self.settle(first, self.by_state(equations[first]))
         for value in self.program.inputs:
             self.owner.setdefault(value, 0)
 
     def settle(self, index: int, stage: int | None) -> bool:
-        if stage is None or index in self.at:
+        if stage is None:
             return False
         self.at[index] = stage
         equation = self.program.equations[index]

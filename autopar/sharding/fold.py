@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.ir.graph import Graph, Node, NodeKind, Rule
 from autopar.rewrite.repeats import longest_repeat
 
 MIN_REPEATS = 4
@@ -50,7 +50,8 @@ def fold_repeated_layers(graph: Graph) -> list[int]:
         if n.kind in (NodeKind.OP, NodeKind.FINISH) and n.region != "update"
     ]
     repeats = MIN_REPEATS if len(graph.nodes) < LARGE_GRAPH else MIN_REPEATS_IN_LARGE_GRAPHS
-    runs = _find_runs(graph, positions, _tokens(graph, positions), repeats)
+    rules = _rule_numbers(graph)
+    runs = _find_runs(graph, positions, _tokens(graph, positions, rules), repeats)
     stretch = 1
     for run in runs:
         unit = [graph.nodes[positions[i]] for i in range(run.start, run.start + run.period)]
@@ -67,10 +68,20 @@ def fold_repeated_layers(graph: Graph) -> list[int]:
             if run.start + offset not in run.odd:
                 fixed[positions[run.start + offset]] = next_class + offset % (run.period * stretch)
         next_class += run.period * stretch
-    return _refine(graph, fixed)
+    return _refine(graph, fixed, rules)
 
 
-def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
+def _rule_numbers(graph: Graph) -> list[int]:
+    """Per node, a number for its rule: equal rules are mostly one object, and slow to compare."""
+    numbers: dict[Rule, int] = {}
+    of_object: dict[int, int] = {}
+    for node in graph.nodes:
+        if id(node.rule) not in of_object:
+            of_object[id(node.rule)] = numbers.setdefault(node.rule, len(numbers))
+    return [of_object[id(node.rule)] for node in graph.nodes]
+
+
+def _tokens(graph: Graph, positions: list[int], rules: list[int]) -> np.ndarray:
     """A number per node for its op and the distances to its operands."""
     place = {node: i for i, node in enumerate(positions)}
     numbers: dict[object, int] = {}
@@ -85,7 +96,14 @@ def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
             # A value computed once for all layers is ever farther from its readers.
             reads.append(distance if distance <= _NEAR else _FAR)
         # The rule too: equal equations differ in whether partial sums may flow through them.
-        kind = (node.kind, _signature(node), node.name, node.rule, node.weight, node.region)
+        kind = (
+            node.kind.value,
+            _signature(node),
+            node.name,
+            rules[index],
+            node.weight,
+            node.region,
+        )
         key = (kind, tuple(reads))
         tokens[i] = numbers.setdefault(key, len(numbers))
     return tokens
@@ -153,7 +171,7 @@ def _extend(tokens: np.ndarray, free: np.ndarray, run: _Run) -> _Run:
     return _Run(start, length, period, frozenset(odd))
 
 
-def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
+def _refine(graph: Graph, fixed: dict[int, int], rules: list[int]) -> list[int]:
     """Classes of all nodes, with those of the runs fixed: colour refinement in sweeps.
 
     A forward sweep colours a node by its operands, a backward sweep by its readers, so a few sweeps
@@ -178,16 +196,17 @@ def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
             continue
         shapes = tuple(graph.values[v].shape for v in node.results)
         signature = _signature(node)
-        kind = (node.kind.value, signature, node.name, node.rule, node.weight, node.region)
+        kind = (node.kind.value, signature, node.name, rules[index], node.weight, node.region)
         colours.append(hash((kind, shapes)))
-    free = [i for i in range(len(graph.nodes)) if i not in fixed]
+    free = [(i, made_from[i], becomes.get(i, i)) for i in range(len(colours)) if i not in fixed]
+    reading = [(i, *zip(*readers[i], strict=True)) for i, *_ in reversed(free) if readers[i]]
     count = len(set(colours))
+    colour_of = colours.__getitem__
     for _ in range(_MAX_SWEEPS):
-        for i in free:
-            operands = tuple([colours[p] for p in made_from[i]])
-            colours[i] = hash((colours[i], operands, colours[becomes.get(i, i)]))
-        for i in reversed(free):
-            read_by = frozenset([(colours[r], k) for r, k in readers[i]])
+        for i, producers, successor in free:
+            colours[i] = hash((colours[i], tuple(map(colour_of, producers)), colours[successor]))
+        for i, consumers, places in reading:
+            read_by = frozenset(zip(map(colour_of, consumers), places, strict=True))
             colours[i] = hash((colours[i], read_by))
         distinct = len(set(colours))
         if distinct == count:

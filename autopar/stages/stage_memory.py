@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Life, Liveness, Node, NodeKind
 from autopar.rewrite.stage_slices import StageSlice
@@ -12,8 +12,29 @@ from autopar.tracer.fusion import padded_operands
 from autopar.tracer.regions import BACKWARD, FORWARD
 
 
-def in_flight_of(stage: StageSlice, count: int) -> Callable[[Graph], Graph]:
-    return lambda graph: with_in_flight(graph, stage, count)
+def in_flight_of(
+    stage: StageSlice, count: int, known: KnownInFlight | None = None
+) -> Callable[[Graph], Graph]:
+    """`with_in_flight` of a stage. `known`: where stages are planned again and again."""
+    found = with_in_flight if known is None else known.of
+    return lambda graph: found(graph, stage, count)
+
+
+@dataclass
+class KnownInFlight:
+    """The last graph with micro-batches in flight: a stage is asked for its peak before it is
+    planned, and once for each of its equals."""
+
+    _last: tuple[Graph, StageSlice, int, Graph] | None = None
+
+    def of(self, graph: Graph, stage: StageSlice, count: int) -> Graph:
+        if self._last is not None:
+            of_graph, of_stage, of_count, found = self._last
+            if of_graph is graph and of_stage is stage and of_count == count:
+                return found
+        found = with_in_flight(graph, stage, count)
+        self._last = graph, stage, count, found
+        return found
 
 
 def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:

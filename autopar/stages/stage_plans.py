@@ -44,7 +44,7 @@ from autopar.sharding.plan_mesh import (
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.solve import GraphSharding
 from autopar.stages.layer_tables import stage_costs, submesh_cluster
-from autopar.stages.stage_memory import in_flight_of
+from autopar.stages.stage_memory import KnownInFlight, in_flight_of
 from autopar.tracer.equal_graphs import numbers_in
 from autopar.tracer.fingerprint import program_fingerprint
 
@@ -58,6 +58,7 @@ class KnownStages:
     misfits:   , likewise, and name of the stage -> why none does.
     costs:     , mesh and choice -> the stage's costs.
     programs:  , likewise -> a program, and the layouts on it.
+    in_flight: the graph of the stage that was looked at last.
     """
 
     unbounded: dict[tuple, dict[LogicalMesh, GraphSharding]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class KnownStages:
     misfits: dict[tuple, MemoryBudgetError] = field(default_factory=dict)
     costs: dict[tuple, LayerTable] = field(default_factory=dict)
     programs: dict[tuple, tuple[Program, ProgramSharding]] = field(default_factory=dict)
+    in_flight: KnownInFlight = field(default_factory=KnownInFlight)
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _mesh_task(
         ShardParallel(mesh_shape=shape, options=options),
         pins=pins,
         constraints=constraints,
-        change=in_flight_of(task.slice, task.in_flight),
+        change=in_flight_of(task.slice, task.in_flight, known.in_flight),
         built=task.built,
         known=known.unbounded.setdefault(key, {}),
     )
@@ -246,14 +248,14 @@ def _stage_paths(stage: StageSlice) -> list[str]:
 
 def pins_for(pins: Pins, stage: StageSlice) -> dict[str, PartitionSpec]:
     """The pins that match arrays of the stage."""
-    paths = _stage_paths(stage)
+    paths = _stage_paths(stage) if pins else []
     return {p: spec for p, spec in pins.items() if matching_paths(paths, p)}
 
 
 def options_for(options: ShardingOptions, stage: StageSlice) -> ShardingOptions:
     """The options without patterns that match arrays of other stages alone."""
     step = stage.step
-    paths = _stage_paths(stage)
+    paths = _stage_paths(stage) if options.forbid_axes else []
     has_batch = any(i < len(stage.inputs) and step.avals[i].shape for i in step.batch)
     forbidden = {p: axes for p, axes in options.forbid_axes.items() if matching_paths(paths, p)}
     return replace(

@@ -55,21 +55,26 @@ def run_times(
             # What reads a late product waits for it.
             for value in node.operands:
                 i = producer[value]
-                if i < index:
-                    time = max(time, times[i])
+                if i < index and times[i] > time:
+                    time = times[i]
         times.append(time)
     zeros = frozenset(zeros)
-    when_needed = [node.kind is NodeKind.USE or _are_zeros(node, zeros) for node in nodes]
+    when_needed = [
+        node.kind is NodeKind.USE
+        or (not zeros.isdisjoint(node.results) and _comes_when_needed(node))
+        for node in nodes
+    ]
     first_read: dict[int, int] = {}
     for index in range(len(nodes) - 1, -1, -1):
         if overlaps and index in recomputed:
             read = min((first_read[v] for v in nodes[index].results if v in first_read), default=0)
             times[index] = max(times[index], read - 1)
+        time = times[index]
+        if when_needed[index]:
+            time = first_read.get(nodes[index].results[0], time)
         for value in nodes[index].operands:
-            time = times[index]
-            if when_needed[index]:
-                time = first_read.get(nodes[index].results[0], time)
-            first_read[value] = min(first_read.get(value, time), time)
+            if first_read.get(value, time) >= time:
+                first_read[value] = time
     carries = list(accumulate(node.kind is NodeKind.MERGE for node in nodes))
     for index, node in enumerate(nodes):
         if when_needed[index]:
@@ -80,10 +85,9 @@ def run_times(
     return times
 
 
-def _are_zeros(node: Node, zeros: frozenset[int]) -> bool:
-    if zeros.isdisjoint(node.results):
-        return False
-    return node.region == UPDATE or (node.kind is NodeKind.OP and not node.operands)
+def _comes_when_needed(zeros: Node) -> bool:
+    """Of a node that makes zeros."""
+    return zeros.region == UPDATE or (zeros.kind is NodeKind.OP and not zeros.operands)
 
 
 def _late_gradients(
@@ -163,7 +167,11 @@ def _late_branches(
     products: list[int] = []  # those after the node, each negated, so in order
     for index in range(len(nodes) - 1, -1, -1):
         node = nodes[index]
-        reader = min((reached[v] for v in node.results if v in reached), default=None)
+        reader: int | None = None
+        for value in node.results:
+            other = reached.get(value)
+            if other is not None and (reader is None or other < reader):
+                reader = other
         if node.is_heavy and node.region == BACKWARD and index not in late:
             before = len(products) if reader is None else bisect_right(products, -reader)
             frees = not made_early.isdisjoint(node.operands)
@@ -174,7 +182,8 @@ def _late_branches(
             reader = index
         if reader is not None:
             for value in node.operands:
-                reached[value] = min(reached.get(value, reader), reader)
+                if reached.get(value, reader) >= reader:
+                    reached[value] = reader
     return times
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from autopar.ir.graph import Graph, Life
 from autopar.rewrite.stage_slices import StageSlice, slice_step
-from autopar.stages.stage_memory import with_in_flight
+from autopar.stages.stage_memory import KnownInFlight, in_flight_of, with_in_flight
 from autopar.tracer.build import build_graph
 from tests.unit.stages.test_layer_tables import case
 
@@ -111,3 +111,17 @@ def test_residuals_of_odd_sizes_are_copied_with_zeros(rows: int, num_copies: int
     shapes = [graph.values[life.value].shape for life in read]
     padded = [shape for shape in shapes if shape == (rows, WIDTH)]
     assert bool(padded) == bool(num_copies)
+
+
+def test_a_stage_that_is_asked_for_again_has_one_graph() -> None:
+    stage, other = stages(biased, jnp.float32)
+    graph, known = build_graph(stage.step), KnownInFlight()
+    first = in_flight_of(stage, 2, known)(graph)
+    assert first == with_in_flight(graph, stage, 2)
+    assert in_flight_of(stage, 2, known)(graph) is first
+    for again in (
+        in_flight_of(stage, 1, known)(graph),
+        known.of(build_graph(stage.step), stage, 2),
+    ):
+        assert again is not first
+    assert known.of(build_graph(other.step), other, 2) is not first
