@@ -3,7 +3,7 @@
     python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …]
                                             [--examples | --operations] [--tiny]
     python -m benchmarks.judge_h200 compare FOLDER [--json FILE] [--kernels NAME]
-    python -m benchmarks.judge_h200 predict FILE
+    python -m benchmarks.judge_h200 judge | predict FILE
 
 `measure` compiles every step by plain `jax.jit` for the one GPU and times it; `--tiny` is a dry run
 on any device. In place of the models, `--examples` measures the examples at real size, as autopar
@@ -11,8 +11,9 @@ runs them, and `--operations` single operations (`operations`). After `--limit-s
 step begins, and a minute later the process ends. `compare` needs no GPU: it reads the compiled
 programs (`autopar.measure.judge`), plans every step for one H200 with the table that comes with
 autopar, and divides both figures by the measured seconds. Models that decide nothing are reported
-apart. `--kernels` lists a step's kernels as judged and as profiled. `predict` plans the steps of
-such a file again, and leaves the judge's figures.
+apart. `--kernels` lists a step's kernels as judged and as profiled. `--json` writes the programs
+too, to an archive beside the file: from it, `judge` judges the steps of such a file again.
+`predict` plans them again, and leaves the judge's figures.
 """
 
 from __future__ import annotations
@@ -56,20 +57,31 @@ def run_measure(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    from benchmarks.judge_h200.comparing import compare, kernel_lines, text
+    from benchmarks.judge_h200.comparing import (
+        archive_of,
+        compare,
+        kernel_lines,
+        text,
+        write_programs,
+    )
 
     if options.kernels:
         print("\n".join(kernel_lines(options.folder, options.kernels)))
         return
     document = compare(options.folder, tiny=options.tiny, plans=not options.judge_only)
     write_json(options.json, document)
+    if options.json:
+        write_programs(options.folder, archive_of(Path(options.json)))
     print(text(document["rows"]))
 
 
-def run_predict(options: argparse.Namespace) -> None:
-    from benchmarks.judge_h200.comparing import predict, text
+def run_again(options: argparse.Namespace) -> None:
+    from benchmarks.judge_h200.comparing import predict, rejudge, text
 
-    document = predict(options.file, tiny=options.tiny)
+    if options.command == "judge":
+        document = rejudge(options.file)
+    else:
+        document = predict(options.file, tiny=options.tiny)
     write_json(str(options.file), document)
     print(text(document["rows"]))
 
@@ -90,9 +102,10 @@ def main() -> None:
     compare.add_argument("--json", metavar="FILE", help="write all figures to this file")
     compare.add_argument("--kernels", metavar="NAME", help="only list this step's kernels")
     compare.add_argument("--judge-only", action="store_true", help="do not plan")
-    predict = commands.add_parser("predict", help="anywhere")
-    predict.add_argument("file", type=Path)
-    for command in (measure, compare, predict):
+    again = [commands.add_parser(name, help="anywhere") for name in ("judge", "predict")]
+    for command in again:
+        command.add_argument("file", type=Path)
+    for command in (measure, compare, again[1]):
         command.add_argument("--tiny", action="store_true", help="a dry run on any device")
     options = parser.parse_args()
     if options.command == "measure":
@@ -100,7 +113,7 @@ def main() -> None:
     elif options.command == "compare":
         run_compare(options)
     else:
-        run_predict(options)
+        run_again(options)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """A folder of measured steps → the judge's and the planner's figures beside them.
 
 A row of the result has seconds as measured, judged and predicted, and bytes as XLA counts and the
-planner predicts them.
+planner predicts them. The compiled programs are kept in an archive beside the results, so that
+another judge can read them without a GPU.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Sequence
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from benchmarks.step_profile import Kernels, kernels_of
 GIB = 2**30
 FIGURES = {"judged_s": "judge", "predicted_s": "planner"}
 Row = dict[str, Any]
+_METADATA = re.compile(r", metadata=\{[^}]*\}")  # names and lines of the source, half of the text
 
 
 def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str, Any]:
@@ -34,7 +39,7 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
     for row in document["rows"]:
         if "error" not in row:
             if not tiny:
-                row |= _judged(folder, row["name"])
+                row |= _judged(_program(folder, row["name"]))
             if plans:
                 row |= _planned(cases[row["name"]], tiny)
         rows.append(row)
@@ -51,6 +56,40 @@ def predict(file: Path, *, tiny: bool = False) -> dict[str, Any]:
     return document
 
 
+def rejudge(file: Path) -> dict[str, Any]:
+    """The document of an earlier `compare`, judged by today's judge."""
+    document = json.loads(file.read_text())
+    programs = dict(read_programs(archive_of(file)))
+    for row in document["rows"]:
+        if "error" not in row:
+            row |= _judged(programs[row["name"]])
+    return document
+
+
+def archive_of(file: Path) -> Path:
+    """The compiled programs of a file of results."""
+    return file.with_suffix(".programs.tar.xz")
+
+
+def write_programs(folder: Path, archive: Path) -> None:
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    with tarfile.open(archive, "w:xz") as packed:
+        for row in rows:
+            if "error" not in row:
+                text = _METADATA.sub("", _program(folder, row["name"])).encode()
+                member = tarfile.TarInfo(row["name"])
+                member.size = len(text)
+                packed.addfile(member, io.BytesIO(text))
+
+
+def read_programs(archive: Path) -> Iterator[tuple[str, str]]:
+    with tarfile.open(archive, "r:xz") as packed:
+        for member in packed:
+            content = packed.extractfile(member)
+            assert content is not None
+            yield member.name, content.read().decode()
+
+
 def _program(folder: Path, name: str) -> str:
     return gzip.decompress(file_of(folder, name, ".hlo.gz").read_bytes()).decode()
 
@@ -63,8 +102,8 @@ def _profiled(folder: Path, name: str) -> Kernels:
     return kernels_of(data)
 
 
-def _judged(folder: Path, name: str) -> Row:
-    found = judge(_program(folder, name), DEVICE)
+def _judged(program: str) -> Row:
+    found = judge(program, DEVICE)
     return {"judged_s": found.step_s, "unknown_loops": len(found.unknown_loops)}
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from autopar.measure.judge import judge
 from benchmarks.judge_h200 import __main__ as command
 from benchmarks.judge_h200.cases import (
     DEVELOPMENT,
@@ -19,8 +20,8 @@ from benchmarks.judge_h200.cases import (
     all_cases,
     example_cases,
 )
-from benchmarks.judge_h200.comparing import summary, text
-from benchmarks.judge_h200.measuring import file_of
+from benchmarks.judge_h200.comparing import archive_of, read_programs, summary, text
+from benchmarks.judge_h200.measuring import DEVICE, file_of
 from benchmarks.step_profile import kernels_of
 
 DECIDING = DEVELOPMENT | FORMERLY_HELD_OUT
@@ -119,6 +120,15 @@ def test_summary_counts_what_is_near() -> None:
     assert summary(rows, "predicted_s")["rows"] == 1
     shown = text([{**row, "memory": {"peak": 1.0}, "predicted_bytes": 2.0} for row in rows])
     assert "judge: 50% of 2 within 10 %" in shown and "OOM" in shown
+
+
+@pytest.mark.parametrize("name", ["dlrm", "ensemble", "lstm", "q-learning", "two towers"])
+def test_recorded_figures_are_those_of_today_s_judge(name: str) -> None:
+    """Else: `python -m benchmarks.judge_h200 judge benchmarks/results/judge_h200.json`."""
+    file = Path(__file__).parents[3] / "benchmarks/results/judge_h200.json"
+    (row,) = (r for r in json.loads(file.read_text())["rows"] if r["name"] == name)
+    (program,) = (text for other, text in read_programs(archive_of(file)) if other == name)
+    assert judge(program, DEVICE).step_s == pytest.approx(row["judged_s"], rel=1e-6)
 
 
 def test_documentation_has_the_rows_that_were_measured() -> None:
