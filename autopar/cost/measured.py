@@ -215,8 +215,8 @@ class MeasuredCosts:
         if self.profile.platform == "cpu":
             min_s = num_kernels * min(curve.floor_s, self.min_kernel_s)
             return min_s + max(0.0, curve(num_bytes) - curve.floor_s)
-        usual_s = LOOP_KERNEL_S if in_loop else max(self.min_kernel_s, USUAL_KERNEL_S)
-        min_s = num_kernels * usual_s
+        usual_s = LOOP_KERNEL_S if in_loop else USUAL_KERNEL_S
+        min_s = num_kernels * max(self.min_kernel_s, usual_s)
         return min_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
 
     @cached_property

@@ -185,17 +185,20 @@ class _Reads:
             for name in one.operands:
                 self.users.setdefault(name, []).append(one)
         self.found: dict[str, float] = {}
+        for one in reversed(inner):  # users first
+            self.found[one.name] = self._bytes_of(one)
 
     def bytes_of(self, value: Instruction) -> float:
+        return self.found[value.name]
+
+    def _bytes_of(self, value: Instruction) -> float:
         """Rows that are taken twice are read twice."""
         if value.is_root or value.name not in self.users:
             return bytes_of(value)
-        if value.name not in self.found:
-            parts = [self._taken(value, user) for user in self.users[value.name]]
-            whole = sum(taken for taken, anywhere in parts if not anywhere)
-            rows = sum(taken for taken, anywhere in parts if anywhere)
-            self.found[value.name] = min(whole, bytes_of(value)) + rows
-        return self.found[value.name]
+        parts = [self._taken(value, user) for user in self.users[value.name]]
+        whole = sum(taken for taken, anywhere in parts if not anywhere)
+        rows = sum(taken for taken, anywhere in parts if anywhere)
+        return min(whole, bytes_of(value)) + rows
 
     def _taken(self, value: Instruction, user: Instruction) -> tuple[float, bool]:
         """By one user, and whether in rows that lie anywhere."""

@@ -190,3 +190,12 @@ def test_real_numbers_are_packed_and_copied(length: int, passes: float) -> None:
     back = transform(pairs, real, "IRFFT", str(length))
     expected = passes * once + 2 * pair_bytes + SCALED["IRFFT"] * 2 * real_bytes
     assert back == pytest.approx(expected)
+
+
+def test_a_long_chain_is_read_once() -> None:
+    """Random bits are made by chains of thousands of operations."""
+    array = "f32[8]{0}"
+    lines = [f"%a0 = {array} parameter(0)"]
+    lines += [f"%a{n} = {array} negate(%a{n - 1})" for n in range(1, 3000)]
+    lines.append(f"ROOT %r = {array} negate(%a2999)")
+    assert fusion("\n".join(lines), array, array).num_bytes == 2 * 32
