@@ -97,23 +97,35 @@ class Ranges:
         self._fixed_bytes += _largest([t.working_bytes for t in tables])
         self._in_flight_bytes = _sums([t.in_flight_bytes for t in tables])
         self.allowed = np.ones(len(tables), bool)
+        self.most_s = inf
 
     def only(self, allowed: np.ndarray) -> Ranges:
         """The same ranges with the allowed variants only."""
-        restricted = copy(self)
-        for derived in ("cost_s", "_candidates"):
-            restricted.__dict__.pop(derived, None)
+        restricted = self._copy()
         restricted.allowed = self.allowed & allowed
         return restricted
 
+    def below(self, most_s: float) -> Ranges:
+        """The same ranges without those that cost more."""
+        restricted = self._copy()
+        restricted.most_s = min(self.most_s, most_s)
+        return restricted
+
+    def _copy(self) -> Ranges:
+        copied = copy(self)
+        for derived in ("cost_s", "_candidates"):
+            copied.__dict__.pop(derived, None)
+        return copied
+
     @cached_property
     def cost_s(self) -> np.ndarray:
-        """The cost c of every range under every variant, whether it fits or not."""
+        """The cost c of every range under every variant, whether it fits or not; infinite where
+        that is more than is of interest."""
         setting = self.setting
         cost = self.latency_s + self.once_s / setting.num_micro_batches + setting.launches_s
         cost += self._transfer_s[self.submesh_of]
         first, end = np.indices(cost.shape[1:])
-        is_candidate = (first < end) & self.allowed[:, None, None]
+        is_candidate = (first < end) & self.allowed[:, None, None] & (cost <= self.most_s)
         return np.where(is_candidate, cost, inf)
 
     @cached_property
@@ -209,18 +221,18 @@ def step_s(stages: Sequence[StageChoice], setting: Setting) -> float:
 def _sums(rows: Sequence[np.ndarray]) -> np.ndarray:
     """[row, first, end]: sums over ranges. Each first entry starts a new sum, so that equal layers
     have equal sums."""
-    return _padded(np.cumsum(_upper(rows), axis=2))
+    return _accumulated(np.add, rows)
 
 
 def _largest(rows: Sequence[np.ndarray]) -> np.ndarray:
-    return _padded(np.maximum.accumulate(_upper(rows), axis=2))
+    return _accumulated(np.maximum, rows)
 
 
-def _upper(rows: Sequence[np.ndarray]) -> np.ndarray:
+def _accumulated(combine: np.ufunc, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[row, first, end]: the entries of a range combined from its first on; 0 where none is."""
     entries = np.asarray(rows, dtype=float)
-    return np.triu(np.repeat(entries[:, None, :], entries.shape[1], axis=1))
-
-
-def _padded(per_last: np.ndarray) -> np.ndarray:
-    """Shifts the index of a range's last entry to its end, one more."""
-    return np.pad(per_last, ((0, 0), (0, 0), (1, 0)))
+    num_entries = entries.shape[1]
+    found = np.zeros((len(entries), num_entries, num_entries + 1))
+    for first in range(num_entries):
+        combine.accumulate(entries[:, first:], axis=1, out=found[:, first, first + 1 :])
+    return found

@@ -132,7 +132,9 @@ def _searches(
     all_tile = is_tiling[ranges.allowed].all()
     searches: list[_StageSearch] = []
     for part in [ranges] if all_tile else [ranges.only(is_tiling), ranges]:
-        search = _StageSearch(part, num_devices, num_stages, gap, cutoff_s)
+        # (1) is at least n times its slowest stage.
+        most_s = ALTERNATIVES * cutoff_s / ranges.setting.num_micro_batches
+        search = _StageSearch(part.below(most_s), num_devices, num_stages, gap, cutoff_s)
         search.deadline = deadline
         search.run()
         cutoff_s = search.best_s
