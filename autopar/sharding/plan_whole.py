@@ -111,11 +111,12 @@ class WholeStep:
         )
         return plan_mesh(task, self.log)
 
-    def peak_floor(self, budget: float = 0.0) -> float:
+    def peak_floor(self, budget: float = 0.0, unrecomputed: float | None = None) -> float:
         """A lower bound on the peak of every plan, whichever layers it recomputes; or a bound on
         that of some plans, if it is within the budget. A program with recomputation is made only if
-        what it frees at most could be enough."""
-        floor = self._peak_floor(())
+        what it frees at most could be enough. `unrecomputed`: a bound on the peak of plans that
+        recompute nothing, where one is known without their program."""
+        floor = self._peak_floor(()) if unrecomputed is None else unrecomputed
         layers = self.layers() if self.may_recompute else ()
         if floor <= budget or not layers:
             return floor

@@ -262,11 +262,12 @@ class MicroBatchTries:
 
     def is_too_large(self, number: int) -> bool | None:
         """Whether so many need more than there is, in any layout; None if they are refused."""
-        memory = self.task.log.memory
-        if memory is not None and memory.floor(number) <= self.task.budget_bytes:
+        memory, budget = self.task.log.memory, self.task.budget_bytes
+        known = None if memory is None else memory.floor(number)
+        if known is not None and known <= budget:
             return False
         try:
-            floor = self.task.whole(number).peak_floor(self.task.budget_bytes)
+            floor = self.task.whole(number).peak_floor(budget, None if self.task.host else known)
         except Exception as error:
             self._note_refusal(number, error)
             return None
