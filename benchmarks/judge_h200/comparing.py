@@ -20,11 +20,12 @@ from typing import Any
 import jax
 
 from autopar.measure.judge import judge
-from benchmarks.judge_h200.cases import Case, all_cases, example_cases
+from benchmarks.judge_h200.cases import STUDIED, Case, all_cases, example_cases
 from benchmarks.judge_h200.measuring import DEVICE, file_of, plan_on_h200
 from benchmarks.step_profile import Kernels, kernels_of
 
-GIB = 2**30
+_DEVELOPMENT, _HELD_OUT = "development", "held out: decide nothing"
+_STUDIED = "held out until they were studied: decide now"
 FIGURES = {"judged_s": "judge", "predicted_s": "planner"}
 Row = dict[str, Any]
 _METADATA = re.compile(r", metadata=\{[^}]*\}")  # names and lines of the source, half of the text
@@ -116,10 +117,15 @@ def _planned(case: Case, tiny: bool) -> Row:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """A table of both halves with their summaries; the held-out half last."""
+    """A table per group with its summary; the held-out steps last."""
+    groups: dict[str, list[Row]] = {title: [] for title in (_DEVELOPMENT, _STUDIED, _HELD_OUT)}
+    for row in rows:
+        is_studied = row["name"] in STUDIED
+        groups[_HELD_OUT if row["held_out"] else _STUDIED if is_studied else _DEVELOPMENT].append(
+            row
+        )
     lines = []
-    for held_out, title in ((False, "development"), (True, "held out: decide nothing")):
-        half = [row for row in rows if row["held_out"] is held_out]
+    for title, half in groups.items():
         lines += [title, f"  {'':26s} {'ms':>8s} {'judge':>7s} {'planner':>8s} {'memory':>7s}"]
         lines += [f"  {_line(row)}" for row in half]
         lines += [f"  {line}" for line in summary_lines(half)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from benchmarks.judge_h200.cases import (
     DEVELOPMENT,
     FORMERLY_HELD_OUT,
     HELD_OUT,
+    STUDIED,
     all_cases,
     example_cases,
 )
@@ -24,7 +26,7 @@ from benchmarks.judge_h200.comparing import archive_of, read_programs, summary, 
 from benchmarks.judge_h200.measuring import DEVICE, file_of
 from benchmarks.step_profile import kernels_of
 
-DECIDING = DEVELOPMENT | FORMERLY_HELD_OUT
+DECIDING = DEVELOPMENT | FORMERLY_HELD_OUT | STUDIED
 
 
 def test_halves_share_no_model_and_files_no_name() -> None:
@@ -32,7 +34,7 @@ def test_halves_share_no_model_and_files_no_name() -> None:
     assert {case.name for case in cases if case.held_out} == HELD_OUT.keys()
     assert {case.name for case in cases if not case.held_out} == DECIDING.keys()
     assert len(cases) == len(DECIDING) + len(HELD_OUT) >= 54
-    assert len(HELD_OUT) == len(DEVELOPMENT) == len(FORMERLY_HELD_OUT)
+    assert len(HELD_OUT) + len(STUDIED) == len(DEVELOPMENT) == len(FORMERLY_HELD_OUT)
     assert len({file_of(Path(), case.name, "") for case in cases}) == len(cases)
 
 
@@ -120,6 +122,44 @@ def test_summary_counts_what_is_near() -> None:
     assert summary(rows, "predicted_s")["rows"] == 1
     shown = text([{**row, "memory": {"peak": 1.0}, "predicted_bytes": 2.0} for row in rows])
     assert "judge: 50% of 2 within 10 %" in shown and "OOM" in shown
+
+
+def test_studied_steps_are_summed_up_apart() -> None:
+    """Neither among the held-out ones, nor among those whose kernels were profiled."""
+    near = {"step_s": 1.0, "judged_s": 1.0}
+    studied = {"name": next(iter(STUDIED)), "held_out": False, "step_s": 1.0, "judged_s": 2.0}
+    rows = [
+        studied,
+        {"name": "a", "held_out": True, **near},
+        {"name": "b", "held_out": False, **near},
+    ]
+    shown = text(rows)
+    assert shown.count("judge: 100% of 1 within 10 %") == 2
+    assert shown.count("judge: 0% of 1 within 10 %") == 1
+    assert shown.index("studied") < shown.index(studied["name"]) < shown.index("held out: decide")
+
+
+def test_documentation_counts_held_out_steps_apart() -> None:
+    """The section of held-out steps lists these alone and counts them as the results do."""
+    root = Path(__file__).parents[3]
+    rows = json.loads((root / "benchmarks/results/judge_h200.json").read_text())["rows"]
+    documented = (root / "docs/benchmarks.md").read_text(encoding="utf-8")
+    section = documented[documented.index("**Held out: ") : documented.index("\nStudied: ")]
+    listed = set(re.findall(r"^\| ([^|]+) \| [\d.]+ ms \|", section, flags=re.MULTILINE))
+    assert listed == HELD_OUT.keys()
+    held_out = [row for row in rows if row["name"] in HELD_OUT]
+    counts = [
+        round(summary(held_out, name)[within] * len(held_out))
+        for name in ("judged_s", "predicted_s")
+        for within in ("within_10", "within_25")
+    ]
+    said = re.search(
+        r"within 10 % on (\d+) of (\d+) and within 25 % on (\d+), the planner on\s(\d+) and (\d+)",
+        section,
+    )
+    assert said is not None
+    near, of, nearby, planned, planned_nearby = map(int, said.groups())
+    assert of == len(held_out) and [near, nearby, planned, planned_nearby] == counts
 
 
 @pytest.mark.parametrize("name", ["dlrm", "ensemble", "lstm", "q-learning", "two towers"])
