@@ -115,18 +115,20 @@ class WholeStep:
         """A lower bound on the peak of every plan, whichever layers it recomputes; or a bound on
         that of some plans, if it is within the budget. A program with recomputation is made only if
         what it frees at most could be enough. `unrecomputed`: a bound on the peak of plans that
-        recompute nothing, where one is known without their program."""
-        floor = self._peak_floor(()) if unrecomputed is None else unrecomputed
+        recompute nothing, where one is known without their graph."""
+        plain = self._recomputing(())
+        floor = self._peak_floor(plain) if unrecomputed is None else unrecomputed
         layers = self.layers() if self.may_recompute else ()
         if floor <= budget or not layers:
             return floor
         freed = sum(max(0, layer.freed_bytes) for layer in layers)
         least = floor - freed / self.num_micro_batches / self.cluster.num_devices
-        return least if least > budget else min(floor, self._peak_floor(layers))
+        if least > budget:
+            return least
+        return min(floor, self._peak_floor(self._recomputing(layers)))
 
-    def _peak_floor(self, layers: Sequence[Layer]) -> float:
-        task = ShardingTask(self._recomputing(layers), self.cluster, self.method, self.mesh)
-        return peak_floor(task, self.log)
+    def _peak_floor(self, step: TracedStep) -> float:
+        return peak_floor(ShardingTask(step, self.cluster, self.method, self.mesh), self.log)
 
     @cached_property
     def hopeless(self) -> str | None:
