@@ -18,8 +18,9 @@ value, so that op's sharding divides it. Updated state is written although it ta
 Products, convolutions and attention kernels have no traffic here: their times include it.
 
 A kernel's arithmetic runs beside its traffic, so only what takes longer is charged, to the ops that
-do it. An op is computed once for all who read its result at the same index, and again for each who
-reads it at another.
+do it. In a tile that holds rows between two sums they take turns, so all of it is. An op is
+computed once for all who read its result at the same index, and again for each who reads it at
+another.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ _LANE_OPS_PER_BYTE = 5.0  # that a GPU does in the time of moving one byte
 _SMOOTH = 4.0  # the larger, the more the slower of arithmetic and traffic decides alone
 _GROUPED = 0.25  # of the lanes' rate, for convolutions in groups
 _SINGLE_LOADS = 2.0  # bytes of a tile count so often if its rows are aligned to 2 bytes only
+_HELD_LOAD = 26.0  # instructions for each number of such rows that a tile holds between two sums
 
 
 @dataclass(eq=False)
@@ -388,14 +390,46 @@ class _Kernels:
 
     def charge_arithmetic(self, kernel: _Kernel, made: set[int], moved: float) -> None:
         lane_ops = self.lane_ops(kernel, made)
+        held = self.held_sum(kernel)
+        if held is not None:
+            lane_ops[held] = lane_ops.get(held, 0.0) + self.held_loads(kernel, held, made)
         total = sum(lane_ops.values()) / _LANE_OPS_PER_BYTE
         if total <= 0.0:
             return
         longest = max(total, moved)
         parts = ((total / longest) ** _SMOOTH, (moved / longest) ** _SMOOTH)
         exposed = longest * sum(parts) ** (1 / _SMOOTH) - moved
+        if held is not None:
+            exposed = total
         for index, count in lane_ops.items():
             self.part(index).exposed += exposed * count / _LANE_OPS_PER_BYTE / total
+
+    def held_sum(self, kernel: _Kernel) -> int | None:
+        """The last of several sums between which a softmax's kernel, of either pass, holds rows.
+        XLA finds their maximum again wherever it makes the exponentials."""
+        if not self.is_softmax(kernel):
+            return None
+        own = {index for index in kernel.members if self.along_rows[index]}
+        read = {self.producer[value] for value in kernel.sources}
+        again = {i for i in read if self.along_rows[i] and self.nodes[i].name == "reduce_max"}
+        if not own or len(own | again) < 2:
+            return None
+        last = max(own)
+        shape = self.values[self.nodes[last].operands[0]].shape
+        return last if shape[-1] <= MAX_TILE_ROW else None
+
+    def held_loads(self, kernel: _Kernel, held: int, made: set[int]) -> float:
+        """The instructions that hold rows which are loaded number by number, padded to a power of
+        two."""
+        summed = self.values[self.nodes[held].operands[0]].shape
+        padded = (1 << (summed[-1] - 1).bit_length()) / max(summed[-1], 1)
+        stored = {value for value in made if self.is_stored(value, kernel)}
+        single = sum(
+            self.elements[value]
+            for value in stored.union(kernel.sources - made)
+            if self.elements[value] >= prod(summed) and self.load_factor(value) > 1.0
+        )
+        return padded * _HELD_LOAD * single
 
     def lane_ops(self, kernel: _Kernel, made: set[int]) -> dict[int, float]:
         """Per op of the kernel, the instructions of its lanes."""

@@ -200,6 +200,27 @@ def test_arithmetic_counts_where_traffic_does_not_hide_it() -> None:
     assert exposed(lambda x: jnp.tanh(x) + jnp.tanh(2 * x), half) > 1.5 * exposed(jnp.tanh, half)
 
 
+def test_a_tile_that_holds_rows_between_two_sums_computes_and_moves_in_turn() -> None:
+    """Per number: a load for the maximum and one for the difference, that, both sums, an
+    exponential (6) and a quotient (8)."""
+    per_number = (2 + 1 + 2 + 6 + 8) / 5.0  # instructions in the time of moving a byte
+    softmax = exposed(lambda x: jax.nn.softmax(x), X)
+    assert softmax == pytest.approx(per_number / 8, rel=0.05)
+    assert exposed(lambda x: jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True), X) < softmax / 5
+
+
+def test_rows_of_odd_length_are_held_number_by_number() -> None:
+    """26 instructions for each of the scores and of the result, padded to a power of two."""
+
+    def seconds_as_bytes(length: int) -> float:
+        scores = jax.ShapeDtypeStruct((2**14, length), jnp.bfloat16)
+        traffic = [n.traffic for n in graph_of(jax.nn.softmax, scores).nodes if n.traffic]
+        return sum(t.exposed for t in traffic) / (2**14 * length)
+
+    held = seconds_as_bytes(197) - seconds_as_bytes(198)
+    assert held == pytest.approx(2 * 26 * (256 / 197) / 5.0, rel=0.05)
+
+
 def test_a_value_is_computed_again_for_every_other_index() -> None:
     once = exposed(lambda x: jnp.tanh(x)[:, 1:], X)
     shifted = exposed(lambda x: jnp.tanh(x)[:, 1:] + jnp.tanh(x)[:, :-1], X)
