@@ -43,7 +43,12 @@ from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import WALL, ParallelPlan
 from autopar.ir.stages import SearchReport
-from autopar.ir.xla_options import LATENCY_HIDING, flag_names, overridden
+from autopar.ir.xla_options import (
+    LATENCY_HIDING,
+    flag_names,
+    may_schedule_otherwise,
+    overridden,
+)
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoParallel,
@@ -294,9 +299,7 @@ def _with_least_memory(task: _Task) -> _LeanMethod | None:
     if not isinstance(method, _LeanMethod):
         return None
     options = method.options
-    if task.cluster.num_devices == 1 or not task.cluster.spec.hides_collectives:
-        return None
-    if LATENCY_HIDING in options.xla_options:
+    if not may_schedule_otherwise(task.cluster, options.xla_options):
         return None
     options = replace(options, xla_options={**options.xla_options, LATENCY_HIDING: False})
     return replace(method, options=options)

@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any
 
 from autopar.errors import ArgumentError
+from autopar.ir.mesh import ClusterSpec
 
 XlaValue = bool | int | float | str
 StoredOptions = tuple[tuple[str, str], ...]
@@ -72,6 +73,13 @@ def hides_latency(options: Mapping[str, XlaValue]) -> bool:
     """Whether XLA schedules a program so that collectives run under compute, which is its default
     on GPUs. If not, it schedules for the least memory."""
     return _text(options.get(LATENCY_HIDING, True)) in ("true", "1")
+
+
+def may_schedule_otherwise(cluster: ClusterSpec, options: Mapping[str, XlaValue]) -> bool:
+    """Whether a step can also be scheduled for the least memory: XLA hides collectives by default,
+    which the user has not chosen."""
+    hides = cluster.num_devices > 1 and cluster.spec.hides_collectives
+    return hides and LATENCY_HIDING not in options
 
 
 def compiler_options(stored: Sequence[tuple[str, str]] | None) -> dict[str, Any] | None:

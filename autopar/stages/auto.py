@@ -11,6 +11,7 @@ step whose state alone is too large has it at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -20,6 +21,7 @@ from autopar.errors import MemoryBudgetError, TraceError
 from autopar.ir.failures import first_line, planning_failed
 from autopar.ir.stages import SearchReport
 from autopar.ir.traced_step import TracedStep
+from autopar.ir.xla_options import may_schedule_otherwise
 from autopar.lower.planned_step import PlannedStep
 from autopar.sharding.deadline import Deadline
 from autopar.sharding.plan_whole import WholeStep, plan_smallest
@@ -53,6 +55,8 @@ _NEXT_WAY = 0.25
 # pipelines can gain no more than this.
 _EARLY, _EARLY_PROMISING = 0.2, 0.5
 _LITTLE = 0.2
+# Of the time, for pipelines of a step that fits on no mesh, but may in XLA's other schedule.
+_FIRST_SCHEDULE = 0.5
 
 
 def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep:
@@ -67,6 +71,11 @@ def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep
             return _at_last(task, whole)
         planned = _best_planned(task, outcomes, one_mesh) or _smallest(task, outcomes)
         return task.log.stopped(planned)
+
+
+def _is_first_schedule(task: AutoTask) -> bool:
+    """Whether a step that does not fit is planned once more, in XLA's other schedule."""
+    return may_schedule_otherwise(task.cluster, task.method.options.xla_options)
 
 
 def _has_time(task: AutoTask, what: str) -> bool:
@@ -107,7 +116,9 @@ def _one_mesh_first(task: AutoTask, outcomes: Outcomes, reason: str | None) -> P
         reason = "there was no time left"
     reason = reason or _why_whole_batch(task)
     if reason is None:
-        pipeline = outcomes.as_pipeline()
+        is_only = whole is not None or not _is_first_schedule(task)
+        with nullcontext() if is_only else task.log.sharing(_FIRST_SCHEDULE):
+            pipeline = outcomes.as_pipeline()
     else:
         outcomes.tried[PIPELINES] = f"not tried: {reason}"
     if pipeline is not None and pipeline.plan.estimated_step_s < whole_s:
@@ -358,8 +369,13 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
 
 def _at_last(task: AutoTask, whole: WholeStep) -> PlannedStep:
     """The one try of a way that is begun when time is up: all layers recomputed, and as many
-    micro-batches as the step can have, unless even they are known to be too large."""
+    micro-batches as the step can have, unless even they are known to be too large. Few steps need
+    that, so the whole batch comes first if it is likely to fit."""
     task.log.deadline.cut("all plans but the one that needs the least memory")
+    if task.number_is_free and _fits_easily(task):
+        planned = Outcomes(task).on_one_mesh()
+        if planned is not None:
+            return task.log.stopped(planned)
     is_cut = task.number_is_free and _why_whole_batch(task, on_one_mesh=True) is None
     number = MicroBatchTries(task).finest(task.numbers[1:]) if is_cut else None
     finest = whole if number is None else task.whole(number, in_full=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -13,6 +14,8 @@ from autopar import compiler
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.xla_options import LATENCY_HIDING, hides_latency
 from autopar.sharding.memory_limits import MemoryByRows
+from autopar.stages import auto
+from autopar.stages.auto_task import Outcomes
 
 H100S = autopar.ClusterSpec(1, 8, "h100-sxm")
 ROWS, WIDTH, LAYERS = 65536, 256, 8
@@ -102,6 +105,29 @@ def test_an_error_says_that_it_was_tried(peaks) -> None:
     with pytest.raises(autopar.MemoryBudgetError) as caught:
         plan_of(memory_budget_bytes=peaks[0] / 2)
     assert "the one for the least memory" in caught.value.tried["XLA's schedule"]
+
+
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["XLA's choice", "the user's"])
+def test_the_default_schedules_pipelines_leave_time_for_the_other_schedule(
+    monkeypatch, peaks, is_chosen: bool
+) -> None:
+    """Of a GAN that fits on no mesh they took all of it: the other schedule had one last try."""
+    least, default = peaks
+    left: list[tuple[float, float]] = []
+
+    def as_pipeline(outcomes: Outcomes) -> None:
+        deadline = outcomes.task.log.deadline
+        left.append((deadline.left_s, (deadline.whole or deadline).left_s))
+
+    fits = (least + default) / 2  # in the other schedule; cuts are left out
+    monkeypatch.setattr(Outcomes, "as_pipeline", as_pipeline)
+    monkeypatch.setattr(auto, "_why_too_slow", lambda task, whole: None)
+    monkeypatch.setattr(auto, "_or_cut", lambda task, outcomes, best: best)
+    flags = {LATENCY_HIDING: True} if is_chosen else {}
+    with pytest.raises(autopar.MemoryBudgetError) if is_chosen else nullcontext():
+        plan_of(method=autopar.AutoParallel, memory_budget_bytes=fits, xla_options=flags)
+    shares = [part / whole for part, whole in left]
+    assert shares == pytest.approx([1.0] if is_chosen else [0.5, 1.0], rel=0.01)
 
 
 def test_the_second_search_knows_nothing_of_the_first_ones_memory(monkeypatch) -> None:

@@ -415,9 +415,36 @@ def test_once_time_is_up_the_finest_cut_is_the_last_try(monkeypatch: pytest.Monk
     assert f"fewer than {numbers[-1]} micro-batches" in task.log.deadline.left_out
 
 
+@pytest.mark.parametrize("fits", [True, False], ids=["whole batch fits", "nothing fits"])
+def test_begun_too_late_the_whole_batch_comes_first_if_it_is_likely_to_fit(
+    monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """A GAN was cut into single rows, with all layers recomputed, for twice its time."""
+    task, plan_whole, tried = small_task(), auto_task.plan_whole, []
+    task.log.deadline.interrupt()
+
+    def noted(step: WholeStep) -> Any:
+        tried.append(step.num_micro_batches)
+        if not fits:
+            raise MemoryBudgetError("too large", 2.0, 1.0)
+        return plan_whole(step)
+
+    def plan_smallest(step: WholeStep) -> Any:
+        tried.append(step.num_micro_batches)
+        return plan_whole(step)
+
+    monkeypatch.setattr(auto_task, "plan_whole", noted)
+    monkeypatch.setattr(auto, "plan_smallest", plan_smallest)
+    with task.log.limited(task.method.options):
+        planned = auto.plan_automatically(task)
+    assert tried == ([1] if fits else [1, task.numbers[-1]])
+    assert planned.plan.num_micro_batches == tried[-1]
+
+
 def test_another_way_that_is_begun_too_late_has_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     task, tried = small_task(), []
     task.log.deadline.interrupt()
+    monkeypatch.setattr(auto, "_fits_easily", lambda task: False)
 
     def plan_smallest(step: WholeStep) -> Any:
         tried.append(step.num_micro_batches)
