@@ -2,7 +2,8 @@
 
 Products, convolutions and attention kernels take the time of samples of their local sizes. All
 other ops are bound by memory: each kernel that ends with the node takes the minimum time of its
-kind, and the bytes that the node moves (see `Traffic`) take the time of so many bytes.
+kind, and the bytes that the node moves (see `Traffic`) take the time of so many bytes. So are the
+copies that a ragged product makes of its operands.
 """
 
 from __future__ import annotations
@@ -33,12 +34,24 @@ def measured_op_s(
     if node.work is not None:
         seconds = _work_s(node, values, mesh, layouts, costs, dtype)
         if seconds is not None:
-            return seconds
+            return seconds + _kernels_s(node, values, mesh, layouts, costs, parallelism)
         moved = _moved(node.touched_bytes, layouts, mesh)
         return compute_s(mesh.device, node.flops / parallelism, moved, dtype)
+    return _kernels_s(node, values, mesh, layouts, costs, parallelism)
+
+
+def _kernels_s(
+    node: Node,
+    values: Sequence[Value],
+    mesh: LogicalMesh,
+    layouts: Sequence[Layout],
+    costs: MeasuredCosts,
+    parallelism: int,
+) -> float:
     traffic = node.traffic
     if traffic is None:
         return 0.0
+    assert mesh.device is not None
     moved = _moved(traffic.num_bytes, layouts, mesh)
     moved += traffic.exposed / parallelism
     result = values[node.results[0]].dtype
@@ -69,7 +82,9 @@ def _work_s(
     assert work is not None
     local = local_sizes(node, work, values, mesh, layouts)
     if work.kind == "product":
-        shapes = [values[array].shape for array in (*node.operands, *node.results)]
+        used = {array for dims in work.sizes for array, _ in dims} | {len(layouts) - 1}
+        arrays = enumerate((*node.operands, *node.results))
+        shapes = [values[array].shape if place in used else () for place, array in arrays]
         rows = [
             local_size(place, len(shape) - 1, node, values, mesh, layouts[place])
             for place, shape in enumerate(shapes)

@@ -14,6 +14,7 @@ from autopar import _jax
 from autopar.ir.ffts import fft_bytes
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.program import Constant, Equation, Operand, Program
+from autopar.tracer.op_sizes import RAGGED_PRODUCT, num_groups
 from autopar.tracer.regions import UPDATE
 
 # Ops whose result shares its operand's memory.
@@ -89,8 +90,9 @@ def program_flops(program: Program) -> float:
 
 
 def equation_flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
-    """Floating point operations: two per multiply-add of a product or convolution, one per
-    element of the largest operand or result elsewhere."""
+    """Floating point operations: two per multiply-add of a product or convolution, of a ragged
+    product all that XLA does with zeros; one per element of the largest operand or result
+    elsewhere."""
 
     def shape_of(operand: Operand) -> tuple[int, ...]:
         aval = operand.aval if isinstance(operand, Constant) else avals[operand]
@@ -101,6 +103,14 @@ def equation_flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
         (contracting, _), _ = equation.params["dimension_numbers"]
         shape = shape_of(equation.operands[0])
         return 2.0 * size * prod(shape[d] for d in contracting)
+    if equation.name == RAGGED_PRODUCT:
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (contracting, _), _ = numbers.dot_dimension_numbers
+        shape = shape_of(equation.operands[0])
+        groups = (
+            1 if numbers.lhs_ragged_dimensions[0] in contracting else num_groups(equation, avals)
+        )
+        return 2.0 * size * prod(shape[d] for d in contracting) * groups
     if equation.name == "conv_general_dilated":
         shape = shape_of(equation.operands[1])
         out_feature = equation.params["dimension_numbers"].rhs_spec[0]

@@ -15,7 +15,8 @@ What a scan stacks is written twice: as zeros, and by the copy of each trip's sl
 
 A read is charged to the first op of the kernel that does it, a write to the op that makes the
 value, so that op's sharding divides it. Updated state is written although it takes no new memory.
-Products, convolutions and attention kernels have no traffic here: their times include it.
+Products, convolutions and attention kernels have no traffic here: their times include it, but for
+the copies that ragged products need.
 
 A kernel's arithmetic runs beside its traffic, so only what takes longer is charged, to the ops that
 do it. In a tile that holds rows between two sums they take turns, so all of it is. An op is
@@ -31,6 +32,7 @@ from math import prod
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
 from autopar.tracer.costs import MAX_TILE_ROW, UNFUSED, VIEWS
+from autopar.tracer.op_sizes import RAGGED_PRODUCT
 
 _FREE = ("scan_slice", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
@@ -175,11 +177,12 @@ class _Kernels:
                 self.add_root(index)
         for kernel in self.kernels:
             self.charge(kernel)
+        self.charge_masks()
         return [self.traffic_of(index) for index in range(len(self.nodes))]
 
     def traffic_of(self, index: int) -> Traffic | None:
         part = self.parts.get(index)
-        if part is None or self.nodes[index].work is not None:
+        if part is None or (self.nodes[index].work is not None and not part.num_kernels):
             return None
         if not (any(part.num_bytes) or part.num_kernels or part.exposed):
             return None
@@ -373,6 +376,52 @@ class _Kernels:
             return 1.0
         row_bytes = self.values[value].num_bytes * shape[-1] // max(1, self.elements[value])
         return _SINGLE_LOADS if row_bytes % 4 else 1.0
+
+    def charge_masks(self) -> None:
+        """A ragged product reads its rows once for every group, with zeros for those of others.
+        These copies have groups first where rows are contracted; a product of rows takes groups
+        beside them, which is another copy if both are needed."""
+        ragged = [(i, n) for i, n in enumerate(self.nodes) if n.name == RAGGED_PRODUCT and n.work]
+        masked: set[int] = set()  # with groups first
+        for index, node in ragged:
+            groups, contracts_rows = self.groups_of(node)
+            for position in (0, 1) if contracts_rows and groups > 1 else ():
+                value = self.source[node.operands[position]]
+                if value not in masked:
+                    masked.add(value)
+                    self.add_copy(index, position, 1.0, groups, "elementwise")
+        turned: set[int] = set()
+        for index, node in ragged:
+            groups, contracts_rows = self.groups_of(node)
+            if contracts_rows or groups == 1:
+                continue
+            value = self.source[node.operands[0]]
+            if value not in turned:
+                turned.add(value)
+                read = groups if value in masked else 1.0
+                self.add_copy(index, 0, read, groups, "transpose")
+            dims = sorted(d for _, d in node.work.sizes[3]) if node.work else []
+            if dims[-1] - dims[0] >= len(dims):  # matrices that do not lie one below the other
+                self.add_copy(index, 1, 1.0, 1.0, "transpose")
+
+    def groups_of(self, node: Node) -> tuple[float, bool]:
+        """(groups of a ragged product that XLA masks, whether its rows are contracted)."""
+        assert node.work is not None
+        arrays = (*node.operands, *node.results)
+        if any(array >= len(node.operands) for array, _ in node.work.sizes[0]):
+            return float(self.values[node.results[0]].shape[0]), True
+        batch, rows, _, summed = (
+            prod(self.values[arrays[array]].shape[d] for array, d in dims)
+            for dims in node.work.sizes
+        )
+        return batch * rows * summed / max(self.elements[node.operands[0]], 1), False
+
+    def add_copy(self, index: int, position: int, read: float, written: float, stream: str) -> None:
+        """A kernel before a node that copies its operand, read and written so often."""
+        part = self.part(index)
+        size = float(self.values[self.nodes[index].operands[position]].num_bytes)
+        self.add(part, position, (read + written) * size, stream)
+        part.num_kernels += 1.0
 
     def charge_stack(self, index: int) -> None:
         """A stack is filled with zeros; then each trip copies its slice into it, unless an

@@ -32,6 +32,32 @@ def test_gradients_of_a_convolution_take_as_long_as_itself(stride: int) -> None:
     assert flops == [forward] * 3
 
 
+def test_a_ragged_product_does_the_work_of_every_group_for_all_rows() -> None:
+    """In both passes, as compiled for an H100 (16 groups: 16 and 32 times the flops of the rows'
+    own), and whether the sizes of groups are known or not."""
+    rows, depth, columns, groups = 24, 8, 16, 4
+
+    def flops(fn, *args) -> list[float]:
+        program = trace_step(fn, args).program
+        return [
+            equation_flops(equation, program.avals)
+            for equation in program.equations
+            if equation.name == "ragged_dot_general"
+        ]
+
+    x, w = jnp.ones((rows, depth)), jnp.ones((groups, depth, columns))
+    sizes = jnp.full(groups, rows // groups)
+    dense = 2.0 * rows * depth * columns * groups
+    assert flops(jax.lax.ragged_dot, x, w, sizes) == [dense]
+    assert flops(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w) == [dense]
+
+    def gradients(x, w, sizes):
+        product = lambda x, w: (jax.lax.ragged_dot(x, w, sizes) ** 2).sum()  # noqa: E731
+        return jax.grad(product, (0, 1))(x, w)
+
+    assert flops(gradients, x, w, sizes) == [dense] * 3
+
+
 @pytest.mark.parametrize(
     ("shape", "h100", "h200", "split"),
     [

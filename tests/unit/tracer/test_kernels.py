@@ -239,6 +239,34 @@ def test_a_fourier_transform_passes_over_its_arrays_several_times(length: int) -
     assert moved(back, "fft") - moved(there, "fft") == pytest.approx(added)
 
 
+def test_a_ragged_product_copies_its_rows_for_every_group() -> None:
+    """As compiled for an H100: a masked copy of each array of rows, read once and written for every
+    group; in training another of it, transposed; and the matrices, transposed for the gradient."""
+    groups = 4
+    x, w = np.zeros((256, 64), np.float32), np.zeros((groups, 64, 128), np.float32)
+    y, sizes = np.zeros((256, 128), np.float32), np.zeros(groups, np.int32)
+
+    def pull(x, w, sizes, y):
+        return jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w)[1](y)
+
+    alone = graph_of(jax.lax.ragged_dot, x, w, sizes)
+    assert moved(alone, "ragged_dot_general") == (1 + groups) * x.nbytes
+    assert sizes_of_products(alone) == {(1, 256, 128, groups * 64)}
+
+    graph = graph_of(lambda *a: (jax.lax.ragged_dot(*a[:3]), pull(*a)), x, w, sizes, y)
+    masked, turned = (1 + groups) * (x.nbytes + y.nbytes), 2 * groups * (x.nbytes + y.nbytes)
+    assert moved(graph, "ragged_dot_general") == masked + turned + 2 * w.nbytes
+    assert sizes_of_products(graph) == {
+        (1, 256, 128, groups * 64),
+        (1, 256, 64, groups * 128),
+        (groups, 64, 128, 256),
+    }
+
+
+def sizes_of_products(graph: Graph) -> set[tuple]:
+    return {sizes(graph, n)[1:] for n in graph.nodes if n.name == "ragged_dot_general"}
+
+
 def test_small_constants_are_folded() -> None:
     def angles(x):
         return x * jnp.power(1e4, -jnp.arange(X.shape[-1]) / X.shape[-1]).astype(x.dtype)
