@@ -56,6 +56,7 @@ from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope
 from autopar.rewrite.micro_batch_placement import MicroBatchPlacement, Pair
 from autopar.rewrite.program_writer import Env, ProgramWriter, add, read_all
 from autopar.rewrite.remat import rematerialise, with_remat
+from autopar.rewrite.row_uses import Dealing, find_row_uses, is_cut
 from autopar.tracer.rules import equation_key
 
 
@@ -116,7 +117,9 @@ def accumulate(
     block = micro_batch_rows.block_rows(size, sizes)
     notes = Notes()
     blocks = size // num_micro_batches // block
-    micro_batches = MicroBatches(num_micro_batches, blocks, shapes, notes)
+    uses = find_row_uses(full.program, part, shapes, Dealing(num_micro_batches, blocks))
+    rows = size // num_micro_batches
+    micro_batches = MicroBatches(num_micro_batches, rows, blocks, shapes, uses, notes)
     program, loop = _write(MicroBatchPlacement(full.program, part, micro_batches, full.out_paths))
     return replace(
         full,
@@ -305,7 +308,7 @@ class _LoopWriter:
                     self.consts.append((outside, inside))
                     if isinstance(outside, int):
                         entered[outside] = inside
-                elif value in captured and not _is_cut(captured[value], shapes.dims(value)):
+                elif value in captured and not is_cut(captured[value], shapes.dims(value)):
                     scope.env[value] = self.inner.capture(captured[value], shapes.micro[value])
                 else:
                     (dim,) = shapes.dims(value)  # arguments were checked; keys have one
@@ -388,12 +391,6 @@ class _Carry:
     out: Operand
     start: dict[str, Any]
     is_average: bool
-
-
-def _is_cut(array: Any, dims: tuple[int, ...]) -> bool:
-    """Whether a captured array is split like the batch. Captured indices, and masks over pairs of
-    rows, come from the micro-batch's trace instead."""
-    return len(dims) == 1 and jnp.issubdtype(array.dtype, jnp.inexact)
 
 
 _COMBINE = {

@@ -2,22 +2,31 @@
 
 A scan's counter is one: a carry to which each trip adds a constant, or a slice of `jnp.arange`. In
 a scan's body a known scalar has a value per trip, in the order of the rows that the scan slices.
+`KnownElements` are those of any array, such as the first column of the indices in
+`x[jnp.arange(B), labels]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
+from autopar import _jax
 from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.rewrite.scan_remat import scan_parts
 
 Known = dict[int, np.ndarray]  # value -> itself, or the scalars of all trips
 
 _MOST = 4096  # elements: numbers of layers are small
+_LARGEST = 2**24  # elements of indices
+_DEEPEST = 100  # operations that make an index
+_MOVES = (
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "concatenate",
+)  # fmt: skip
 
 _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
@@ -34,6 +43,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "ne": np.not_equal,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "copy": lambda x: x,
+    "copy_p": lambda x: x,
     "stop_gradient": lambda x: x,
 }
 
@@ -114,3 +124,116 @@ def _step(body: Program, carry: int, output: Operand) -> int | None:
     (other,) = [o for o in maker.operands if o != carry] or [carry]
     number = read_integer(other, {})
     return None if number is None else int(number)
+
+
+class KnownElements:
+    """The integers of a program, its bodies included, as masked arrays: what is not known before
+    the step runs is masked."""
+
+    def __init__(self, program: Program) -> None:
+        self.avals = program.avals
+        self.maker: dict[int, Equation] = {}
+        self._same: dict[int, Operand] = {}  # an input of a body -> the operand that it is
+        self._found: dict[int, np.ma.MaskedArray | None] = {}
+        self._captured: dict[int, Any] = {}
+        self._depth = 0
+        self._enter(program)
+
+    def _enter(self, program: Program) -> None:
+        self._captured.update(program.captured)
+        for equation in program.equations:
+            self.maker.update((result, equation) for result in equation.results)
+            for body in equation.bodies:
+                self._same.update(constants_of_body(equation, body))
+                self._enter(body)
+
+    def read(self, operand: Operand) -> np.ma.MaskedArray | None:
+        """None if no element is known."""
+        if isinstance(operand, Constant):
+            array = read_integer(operand, {})
+            return None if array is None else np.ma.MaskedArray(array)
+        if operand in self._same:
+            return self.read(self._same[operand])
+        if operand not in self._found:
+            self._found[operand] = None
+            if self._depth < _DEEPEST:
+                self._depth += 1
+                self._found[operand] = self._made(operand)
+                self._depth -= 1
+        return self._found[operand]
+
+    def _made(self, value: int) -> np.ma.MaskedArray | None:
+        equation = self.maker.get(value)
+        dtype = getattr(self.avals[value], "dtype", None)
+        is_number = isinstance(dtype, np.dtype) and dtype.kind in "biu"
+        if not is_number or self.avals[value].size > _LARGEST:
+            return None
+        if value in self._captured:
+            return np.ma.MaskedArray(np.asarray(self._captured[value]))
+        if equation is None or equation.bodies:
+            return None
+        params = equation.params
+        if equation.name == "iota":
+            places = np.arange(params["shape"][params["dimension"]], dtype=dtype)
+            dim = params["dimension"]
+            return _spread(np.ma.MaskedArray(places), (dim,), params["shape"])
+        if equation.name not in _MOVES and _function_of(equation) is None:
+            return None
+        operands = [self.read(o) for o in equation.operands]
+        if equation.name == "concatenate":
+            return _joined(operands, [self.avals[v] for v in equation.inputs], params["dimension"])
+        known = [operand for operand in operands if operand is not None]
+        if not known or len(known) < len(operands) or params.get("dimensions") is not None:
+            return None
+        if equation.name in _MOVES:
+            shape = self.avals[value].shape
+            if equation.name == "broadcast_in_dim":
+                return _spread(known[0], params["broadcast_dimensions"], shape)
+            return _in_order(known[0], params).reshape(shape)
+        if any(np.ma.is_masked(operand) for operand in known):
+            return None
+        function = _function_of(equation)
+        assert function is not None
+        with np.errstate(all="ignore"):
+            return np.ma.MaskedArray(function(*map(np.asarray, known)))
+
+
+def _in_order(array: np.ma.MaskedArray, params: dict[str, Any]) -> np.ma.MaskedArray:
+    return array.transpose(params["permutation"]) if "permutation" in params else array
+
+
+def _joined(
+    arrays: Sequence[np.ma.MaskedArray | None], avals: Sequence[ShapedArray], dim: int
+) -> np.ma.MaskedArray | None:
+    if len(arrays) != len(avals) or all(array is None for array in arrays):
+        return None
+    parts = [
+        np.ma.masked_all(aval.shape, aval.dtype) if array is None else array
+        for array, aval in zip(arrays, avals, strict=True)
+    ]
+    return np.ma.concatenate(parts, dim)
+
+
+def constants_of_body(equation: Equation, body: Program) -> list[tuple[int, Operand]]:
+    """(input of a loop's body, operand) where every trip has all of the operand."""
+    operands = equation.operands
+    if equation.name == "cond":
+        return list(zip(body.inputs, operands[1:], strict=True))
+    if equation.name == "scan":
+        num_consts, _ = _jax.scan_sizes(equation.params)
+        return list(zip(body.inputs[:num_consts], operands, strict=False))
+    num_cond, num_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    is_condition = body is equation.bodies[0]
+    consts = operands[:num_cond] if is_condition else operands[num_cond : num_cond + num_body]
+    return list(zip(body.inputs, consts, strict=False))
+
+
+def _spread(
+    array: np.ma.MaskedArray, dims: tuple[int, ...], shape: tuple[int, ...]
+) -> np.ma.MaskedArray:
+    placed = [1] * len(shape)
+    for dim, size in zip(dims, array.shape, strict=True):
+        placed[dim] = size
+    data = np.broadcast_to(array.data.reshape(placed), shape)
+    mask = np.broadcast_to(np.ma.getmaskarray(array).reshape(placed), shape)
+    return np.ma.MaskedArray(data, mask)

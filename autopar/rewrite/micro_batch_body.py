@@ -37,21 +37,8 @@ from autopar.rewrite.batch_dependence import (
     result_dependence,
 )
 from autopar.rewrite.program_writer import Env, ProgramWriter, add
+from autopar.rewrite.row_uses import RowUses
 from autopar.tracer.regions import BACKWARD, region_by_name
-
-# Ops that move data along a dimension, and the parameter that names it.
-_ALONG = {
-    "sort": "dimension",
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumlogsumexp": "axis",
-    "concatenate": "dimension",
-    "rev": "dimensions",
-}
-# Indices of rows that these read are those of their own operands; a sort has its own note.
-_INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice", "concatenate", "sort")
 
 
 def times(value: jax.Array, *, num: int) -> jax.Array:
@@ -60,16 +47,6 @@ def times(value: jax.Array, *, num: int) -> jax.Array:
 
 def zeros_like(value: jax.Array) -> jax.Array:
     return jnp.zeros_like(value)
-
-
-def mixes_rows(equation: Equation, shapes: RowShapes) -> bool:
-    """Whether it moves rows to other rows, or pairs them."""
-    along = equation.params.get(_ALONG.get(equation.name, ""), ())
-    along = along if isinstance(along, tuple) else (along,)
-    batch_dims = {d for r in equation.results for d in shapes.dims(r)}
-    pairs = any(len(shapes.dims(r)) > 1 for r in equation.results)
-    pairs = pairs and any(len(shapes.dims(v)) == 1 for v in equation.inputs)
-    return bool(batch_dims & set(along)) or pairs
 
 
 @dataclass
@@ -90,11 +67,13 @@ class Notes:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How the batch is divided; `blocks` is the number of blocks of rows in a micro-batch."""
+    """How the batch is divided: `rows` of each micro-batch come in so many `blocks`."""
 
     num: int
+    rows: int
     blocks: int
     shapes: RowShapes
+    uses: RowUses
     notes: Notes
 
 
@@ -115,8 +94,6 @@ class Scope:
         self.env: Env = {}
         self.scaled: dict[int, Operand] = {}
         self.made_by: dict[int, Equation] = {}
-        self.fixed: set[int] = set()  # have rows, which are the same whatever the batch holds
-        self.placed: set[int] = set()  # of these, depend on the place of a row
 
     def kind(self, operand: Operand) -> BatchDependence:
         return operand_dependence(operand, self.dependence)
@@ -148,8 +125,7 @@ class Scope:
             self.operation(equation)
 
     def operation(self, equation: Equation) -> None:
-        self.note_mixed_rows(equation)
-        self.note_places(equation)
+        self.note_uses(equation)
         kinds = [self.kind(o) for o in equation.operands]
         made = result_dependence(equation, kinds, self.micro_batches.shapes)
         one_to_one = equation.name == "optimization_barrier"
@@ -179,35 +155,38 @@ class Scope:
         writer.equations.append(equation.of_values(tuple(operands), tuple(results), **changed))
         return results
 
-    def note_mixed_rows(self, equation: Equation) -> None:
-        """Notes an op that moves rows to other rows, which it does within a micro-batch."""
-        if mixes_rows(equation, self.micro_batches.shapes):
+    def note_uses(self, equation: Equation) -> None:
+        """Notes what the equation does with rows that a micro-batch does with its own alone."""
+        uses, num = self.micro_batches.uses, self.micro_batches.num
+        name, results = equation.name, equation.results
+        if not uses.unknown.isdisjoint(results):
             self.micro_batches.notes.add(
                 "mixed",
                 equation,
-                f"{equation.name} combines different rows of the batch; with "
-                f"{self.micro_batches.num} micro-batches it combines those of one micro-batch only",
+                f"whether {name} combines different rows of the batch is not known; with {num} "
+                "micro-batches it sees those of one micro-batch only",
             )
-
-    def note_places(self, equation: Equation) -> None:
-        """Notes an op that computes with the place of rows, which is one in a micro-batch."""
-        shapes, inputs = self.micro_batches.shapes, equation.inputs
-        places = self.placed.intersection(inputs)
-        if equation.name == "iota" and equation.params["dimension"] in shapes.dims(
-            equation.results[0]
-        ):
-            places = set(equation.results)
-        if all(v in self.fixed or not shapes.has_rows(v) for v in inputs):
-            rows = [r for r in equation.results if shapes.has_rows(r)]
-            self.fixed.update(rows)
-            self.placed.update(rows if places else ())
-        elif places and not equation.name.startswith(_INDEXED):
+        elif uses.mixes(equation) or self.groups_by_number(equation):
+            self.micro_batches.notes.add(
+                "mixed",
+                equation,
+                f"{name} combines different rows of the batch; with {num} micro-batches it "
+                "combines those of one micro-batch only",
+            )
+        if not uses.placed.isdisjoint(results):
             self.micro_batches.notes.add(
                 "places",
                 equation,
-                f"{equation.name} uses the place of rows in the batch; with "
-                f"{self.micro_batches.num} micro-batches each counts its own rows from zero",
+                f"{name} uses the place of rows in the batch; with {num} micro-batches each counts "
+                "its own rows from zero",
             )
+
+    def groups_by_number(self, equation: Equation) -> bool:
+        """Whether sizes of groups of rows are not counted from the rows themselves."""
+        if equation.name != "ragged_dot_general":
+            return False
+        has_rows = any(map(self.micro_batches.shapes.has_rows, equation.operands[:2]))
+        return has_rows and self.kind(equation.operands[2]) is not SUM
 
     # -- random numbers
 

@@ -30,7 +30,8 @@ from autopar.rewrite.batch_dependence import (
     picks_rows,
     result_dependence,
 )
-from autopar.rewrite.micro_batch_body import MicroBatches, mixes_rows
+from autopar.rewrite.micro_batch_body import MicroBatches
+from autopar.rewrite.row_uses import splits_keys
 from autopar.tracer.regions import BACKWARD, region_by_name
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY
 
@@ -117,12 +118,15 @@ class MicroBatchPlacement:
     def reshaped_order(self, pair: Pair, value: int, order: int) -> int | None:
         shapes = self.micro_batches.shapes
 
-        def elements_before(value: int) -> int:
-            return prod(shapes.micro[value].shape[: shapes.dims(value)[0]])
-
-        before = elements_before(pair.reads[0]) * order
-        after, rest = divmod(before, elements_before(value))
-        if after and not rest:
+        (operand,) = pair.reads
+        old, new = shapes.micro[operand].shape, shapes.micro[value].shape
+        at, to = shapes.dims(operand)[0], shapes.dims(value)[0]
+        dims = tuple(pair.part.params.get("dimensions") or range(len(old)))
+        before = prod(old[dim] for dim in dims[: dims.index(at)]) * order
+        after, rest = divmod(before, prod(new[:to]))
+        # Elements that come together in the result are of one row, or of neighbouring rows.
+        are_whole = prod(new) % (prod(new[to + 1 :]) * before * self.micro_batches.rows) == 0
+        if after and not rest and (after == 1 or are_whole):
             return after
         self.micro_batches.notes.add(
             "regrouped",
@@ -236,7 +240,7 @@ class MicroBatchPlacement:
             if not isinstance(out, int):
                 continue
             if self.dependence[out] is ROWS and out in self.producer:
-                if self.is_row_keys(self.pairs[self.producer[out]]):
+                if splits_keys(self.pairs[self.producer[out]].part, self.micro_batches.shapes):
                     self.need_before([out])
                     continue
                 self.check_rows_out(out, path)
@@ -301,7 +305,7 @@ class MicroBatchPlacement:
             if self.dependence[value] is not ROWS or index is None:
                 continue
             made_by = self.pairs[index]
-            if self.is_row_keys(made_by):
+            if splits_keys(made_by.part, self.micro_batches.shapes):
                 self.need_before([value])
             elif index in self.by_place:
                 self.after.add(index)
@@ -318,19 +322,15 @@ class MicroBatchPlacement:
         """Pairs that make rows which a micro-batch would make otherwise: of which the batch tells
         the number alone (`jnp.arange`), in another order, or from what depends on all rows, up to
         the next product."""
-        shapes, unread, moved, crossed = (
-            self.micro_batches.shapes,
-            set[int](),
-            set[int](),
-            set[int](),
-        )
+        uses = self.micro_batches.uses
+        unread, moved, crossed = set[int](), set[int](), set[int]()
         for index, pair in enumerate(self.pairs):
             made_by = [self.producer.get(v, -1) for v in pair.reads if self.dependence[v] is ROWS]
             if pair.part.has_effect:
                 continue
             if unread.issuperset(made_by):
                 unread.add(index)
-            if mixes_rows(pair.part, shapes) or not moved.isdisjoint(made_by):
+            if uses.mixes(pair.part) or not moved.isdisjoint(made_by):
                 moved.add(index)
             meets_sum = any(map(self.is_sum, pair.reads)) or not crossed.isdisjoint(made_by)
             if meets_sum and pair.part.name not in _HEAVY:
@@ -361,7 +361,7 @@ class MicroBatchPlacement:
             if at in self.in_loop:
                 continue
             pair = self.pairs[at]
-            if self.is_row_keys(pair):
+            if splits_keys(pair.part, self.micro_batches.shapes):
                 self.before.add(at)
                 self.need_before(pair.reads)
                 continue
@@ -373,12 +373,6 @@ class MicroBatchPlacement:
                     self.need_before([operand])
                 else:
                     left.append(self.producer[operand])
-
-    def is_row_keys(self, pair: Pair) -> bool:
-        """Whether it splits a key into one per row: done for the whole batch, as keys are small."""
-        return pair.part.name == "random_split" and not any(
-            self.dependence[v] is ROWS for v in pair.reads
-        )
 
     def adds_to(self, pair: Pair, position: int) -> bool:
         """Whether an operand is what a scatter-add over rows adds to; the epilogue adds it."""

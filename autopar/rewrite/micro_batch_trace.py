@@ -124,6 +124,8 @@ def _resized(equation: Equation, dims: dict[int, int], num: int) -> Equation:
     given = equation.params[name]
     if dim is None or (of_operand and given[dim] == 1):  # rows are selected one by one
         return equation
+    if equation.name == "random_bits" and equation.inputs[0] in dims:  # rows are those of the keys
+        return equation
     params = {**equation.params, name: _with_size(given, dim, num)}
     return equation.of_values(equation.operands, params=params)
 

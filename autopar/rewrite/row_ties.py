@@ -19,19 +19,29 @@ from autopar.rewrite.scan_remat import scan_parts
 # Every element of the result depends on the same element of each operand, or on the only one.
 _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
-    "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2",
-    "logistic", "lt", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "population_count", "pow", "real", "reduce_precision", "rem",
-    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-    "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-    _jax.CONSTRAIN,
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2",
+    "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter",
+    "not", "one_minus_square", "or", "polygamma", "population_count", "pow", "random_clone",
+    "random_fold_in", "random_seed", "real", "reduce_precision", "regularized_incomplete_beta",
+    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta", _jax.CONSTRAIN,
 }  # fmt: skip
 _REDUCTIONS = (
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
     "reduce_xor",
 )  # fmt: skip
+# Matrices or vectors along the last dimensions of the first operand: how many these are. Those in
+# front of them, which all arrays have, are computed one by one.
+_INNER = {
+    "cholesky": 2, "cholesky_update": 2, "eig": 2, "eigh": 2, "geqp3": 2, "geqrf": 2,
+    "hessenberg": 2, "householder_product": 2, "lu": 2, "lu_pivots_to_permutation": 1, "qr": 2,
+    "schur": 2, "svd": 2, "tridiagonal": 2, "tridiagonal_solve": 1,
+    "random_split": 0, "random_unwrap": 0, "random_wrap": 1,
+}  # fmt: skip
 # Parameters with a size per dimension: primitive -> (parameter, whether of its first operand).
 SIZES = {
     "broadcast_in_dim": ("shape", False),
@@ -130,6 +140,11 @@ class RowTies:
                     dims[value] = dim
         return dims
 
+    def is_free(self, value: int, dim: int) -> bool:
+        """Whether no place tied to this dimension is fixed."""
+        wanted = self._class(self._first[value] + dim)
+        return all(self._class(place) != wanted for place in self._fixed)
+
     def _class(self, place: int) -> int:
         parent = self._parent
         while parent[place] != place:
@@ -137,10 +152,15 @@ class RowTies:
         return place
 
 
+def has_ties(name: str) -> bool:
+    """Whether a rule says how a primitive treats the dimensions of its arrays."""
+    return name in _ELEMENTWISE or name in _RULES
+
+
 def _elementwise(ties: RowTies, equation: Equation) -> None:
-    (result,) = equation.results
+    result, *others = equation.results
     shape = ties.shape(result)
-    for operand in equation.operands:
+    for operand in (*equation.operands, *others):
         for dim, size in enumerate(ties.shape(operand)):
             if size == shape[dim]:  # one element may stand for all
                 ties.tie(operand, dim, result, dim)
@@ -310,11 +330,41 @@ def _iota(ties: RowTies, equation: Equation) -> None:
 
 
 def _random_bits(ties: RowTies, equation: Equation) -> None:
-    """Bits of rows are drawn as those of the whole batch (`rewrite.micro_batch_body`)."""
+    """Bits of rows are drawn as those of the whole batch (`rewrite.micro_batch_body`), or from a
+    key of their own."""
     (key,), (result,) = equation.operands, equation.results
-    if ties.shape(key):
-        ties.fix(key, range(len(ties.shape(key))))
-        ties.fix(result, range(ties.rank(result)))
+    num_keys = len(ties.shape(key))
+    for dim in range(num_keys):
+        ties.tie(key, dim, result, dim)
+    if num_keys:
+        ties.fix(result, range(num_keys, ties.rank(result)))
+
+
+def _one_by_one(ties: RowTies, equation: Equation) -> None:
+    """All arrays share their first dimensions, and elements depend on others along the rest."""
+    first = equation.operands[0]
+    num_free = len(ties.shape(first)) - _INNER[equation.name]
+    for value in (*equation.operands, *equation.results):
+        for dim in range(num_free):
+            ties.tie(value, dim, first, dim)
+        ties.fix(value, range(num_free, len(ties.shape(value))))
+
+
+def _triangular_solve(ties: RowTies, equation: Equation) -> None:
+    """One side of the right-hand side has a column, or a row, per system."""
+    (matrix, right), (result,) = equation.operands, equation.results
+    rank = ties.rank(result)
+    systems = rank - 1 if equation.params["left_side"] else rank - 2
+    for dim in range(rank):
+        is_batch = dim < rank - 2
+        ties.tie_or_fix(is_batch, (matrix, dim))
+        ties.tie_or_fix(is_batch or dim == systems, (right, dim), (result, dim))
+        if is_batch:
+            ties.tie(matrix, dim, right, dim)
+
+
+def _approximate_top_k(ties: RowTies, equation: Equation) -> None:
+    _same_places(ties, equation, (equation.params["reduction_dimension"],))
 
 
 def _gather(ties: RowTies, equation: Equation) -> None:
@@ -336,7 +386,7 @@ def _gather(ties: RowTies, equation: Equation) -> None:
     ties.fix(operand, (*numbers.start_index_map, *numbers.collapsed_slice_dims))
 
 
-def _scatter_add(ties: RowTies, equation: Equation) -> None:
+def _scatter(ties: RowTies, equation: Equation) -> None:
     (operand, indices, updates), (result,) = equation.operands, equation.results
     numbers = equation.params["dimension_numbers"]
     for dim in range(ties.rank(result)):
@@ -402,6 +452,14 @@ def _cond(ties: RowTies, equation: Equation) -> None:
         ties.add_body(branch)
 
 
+_SCATTERS = (
+    "scatter-add", "scatter_add", "scatter", "scatter-sub", "scatter-mul", "scatter-max",
+    "scatter-min",
+)  # fmt: skip
+_WINDOWS = (
+    "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add",
+    "select_and_gather_add",
+)  # fmt: skip
 _RULES: dict[str, Callable[[RowTies, Equation], None]] = {
     "optimization_barrier": _barrier,
     "bitcast_convert_type": _bitcast,
@@ -426,9 +484,11 @@ _RULES: dict[str, Callable[[RowTies, Equation], None]] = {
     "iota": _iota,
     "random_bits": _random_bits,
     "gather": _gather,
-    **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_sum"), _windows),
-    "select_and_scatter_add": _windows,
+    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(_WINDOWS, _windows),
+    **dict.fromkeys(_INNER, _one_by_one),
+    "triangular_solve": _triangular_solve,
+    "approx_top_k": _approximate_top_k,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -437,6 +437,98 @@ def test_places_of_rows_are_noted(weigh: Any):
     assert "uses the place of rows in the batch" in warning
 
 
+def convolved(x: Any, filters: Any, **groups: int) -> Any:
+    return jax.lax.conv_general_dilated(
+        x, filters, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **groups
+    )
+
+
+def pooled(y: Any) -> Any:
+    return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (3, 1), (1, 1), "SAME")
+
+
+def cumulative(y: Any) -> Any:
+    shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    return jax.pure_callback(lambda y: np.cumsum(y, axis=0), shape, y)
+
+
+MIXES = {
+    "half of the largest": lambda y: jax.lax.top_k(y.T, y.shape[0] // 2)[0],
+    "approximately": lambda y: jax.lax.approx_max_k(y, y.shape[0] // 2, reduction_dimension=0)[0],
+    "ordered": lambda y: jax.lax.top_k(y.T, y.shape[0])[0] ** 2,
+    "fft": lambda y: jnp.abs(jnp.fft.fft(y, axis=0)),
+    "fft of two dimensions": lambda y: jnp.abs(jnp.fft.fft2(y)),
+    "convolution along rows": lambda y: convolved(y[None], jnp.ones((3, 5, 2))),
+    "groups of rows": lambda y: convolved(y[:, :, None], jnp.ones((3, 1, 4)), batch_group_count=4),
+    "pooling": pooled,
+    "rows by batch": lambda y: y[jnp.argsort(y[:, 0])],
+    "the next row": lambda y: y[(jnp.arange(y.shape[0]) + 1) % y.shape[0]] * y,
+    "every row twice": lambda y: y[jnp.arange(y.shape[0]) // 2] * y,
+    "random rows": lambda y: y[jax.random.permutation(jax.random.key(0), y.shape[0])] * y,
+    "a place for each": lambda y: jnp.zeros_like(y).at[jnp.argsort(y[:, 0])].add(y) * y,
+    "rows from some place": lambda y: jax.lax.dynamic_slice_in_dim(y, 1, y.shape[0] // 2),
+    "the first half": lambda y: y[: y.shape[0] // 2],
+    "given groups": lambda y: jax.lax.ragged_dot(y, jnp.ones((2, 5, 3)), jnp.array([10, 6])),
+    "merged features": lambda y: jnp.sort(y.T.reshape(-1, 5), axis=1),
+    "a callback": cumulative,
+}
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_what_mixes_rows_is_noted(mix: Any):
+    """Each of these gives other results on micro-batches."""
+    step = accumulated(lambda w, x: jnp.sum(jnp.sin(mix(jnp.tanh(x @ w)))), W, X)
+    assert step.notes and all("test_accumulate.py" in note for note in step.notes)
+
+
+ROW_BY_ROW = {
+    "every other row": lambda y: y[::2] - y[1::2],
+    "every other row of more": lambda y: jax.lax.pad(y, 0.0, ((0, 1, 1), (0, 0, 0)))[::2] * y,
+    "largest features": lambda y: jax.lax.top_k(y, 2)[0],
+    "fft of features": lambda y: jnp.abs(jnp.fft.fft(y)),
+    "matrices": lambda y: jnp.linalg.cholesky(jax.vmap(jnp.outer)(y, y) + jnp.eye(5)),
+    "right-hand sides": lambda y: jax.scipy.linalg.solve_triangular(3 * jnp.eye(5), y.T),
+    "filters of its own": lambda y: jax.vmap(convolved)(
+        y[:, None, :, None], jnp.tile(y[:, :3, None, None], (1, 1, 1, 2))
+    ),
+    "interpolated": lambda y: jnp.interp(y, jnp.linspace(-1, 1, 5), jnp.arange(5.0)),
+    "its own column": lambda y: y[jnp.arange(y.shape[0]), jnp.argmax(y, axis=1)],
+    "its own columns": lambda y: y[jnp.arange(y.shape[0])[:, None], jnp.argsort(y, 1)[:, :2]],
+    "put in its own column": lambda y: y.at[jnp.arange(y.shape[0]), jnp.argmax(y, axis=1)].set(0),
+    "its own key": lambda y: y * row_noise(y.shape[0]),
+}
+
+
+def row_noise(num_rows: int) -> Any:
+    keys = jax.random.split(jax.random.key(0), num_rows)
+    return jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
+
+
+@pytest.mark.parametrize("treat", ROW_BY_ROW.values(), ids=ROW_BY_ROW)
+def test_what_treats_rows_one_by_one_is_exact(treat: Any):
+    check_exact(lambda w, x: jnp.sum(jnp.sin(treat(jnp.tanh(x @ w)))), W, X)
+
+
+def test_places_of_rows_are_noted_where_they_choose_columns():
+    step = accumulated(
+        lambda w, x: jnp.sum(jnp.take_along_axis(x @ w, (jnp.arange(len(x)) % 5)[:, None], 1)), W, X
+    )
+    assert any("uses the place of rows" in note for note in step.notes)
+
+
+def test_places_of_rows_are_noted_inside_of_loops():
+    def loss(w: Any, x: Any) -> Any:
+        weights = jnp.arange(len(x), dtype=jnp.float32)[:, None]
+        return jnp.sum(jax.lax.scan(lambda y, _: (y * weights, None), x @ w, length=2)[0])
+
+    assert any("uses the place of rows" in note for note in accumulated(loss, W, X).notes)
+
+
+def test_arrays_of_numpy_with_a_number_for_each_row_are_noted():
+    step = accumulated(lambda w, x: jnp.sum((x @ w) * np.arange(len(x))[:, None]), W, X)
+    assert any("uses the place of rows" in note for note in step.notes)
+
+
 def test_rows_that_pick_their_own_columns_are_not_noted():
     """Indexing with `arange` is how many write the loss of a classifier."""
     labels = jnp.argmax(X[:, :5], axis=1)
