@@ -20,8 +20,9 @@ from autopar.cost.reordered_copies import reordered_copies
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import NodeLayouts, is_slice, num_shards
-from autopar.tracer.costs import VIEWS
-from autopar.tracer.regions import BACKWARD, UPDATE
+from autopar.tracer.costs import REDUCTIONS, UNFUSED, VIEWS
+from autopar.tracer.regions import BACKWARD, FORWARD, UPDATE
+from autopar.tracer.sums import ADDITIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,17 +76,55 @@ def _as_it_runs(graph: Graph, layouts: Sequence[NodeLayouts]) -> Graph:
 
 
 def _sends_backward(graph: Graph, layouts: Sequence[NodeLayouts]) -> bool:
-    """Whether the backward pass sends anything but sums over all micro-batches."""
-    for index, node in enumerate(graph.nodes):
+    """Whether the backward pass of a micro-batch sends anything but sums over all of them."""
+    trip = _trip(graph)
+    hoisted = frozenset() if graph.liveness.runs_alone else _added_up(graph, trip)
+    for index in trip:
+        node = graph.nodes[index]
         if node.region != BACKWARD:
             continue
         for position, value in enumerate(node.operands):
             producer, result = graph.producer[value]
             source, target = layouts[producer][1][result], layouts[index][0][position]
             is_sum = NodeKind.MERGE in (node.kind, graph.nodes[producer].kind)
+            is_sum = is_sum or value in hoisted
             if not (is_sum or source == target or is_slice(source, target)):
                 return True
     return False
+
+
+def _trip(graph: Graph) -> range:
+    """The nodes that run for each micro-batch: the body of the loop through both passes, or all if
+    there is none."""
+    start = stop = 0
+    for index, node in enumerate(graph.nodes):
+        if node.kind is NodeKind.MERGE:
+            if index >= stop:
+                start = index
+            stop = max([stop, *(graph.producer[v][0] + 1 for v in node.operands)])
+        elif index == stop - 1:
+            regions = {node.region for node in graph.nodes[start:stop]}
+            if {FORWARD, BACKWARD} <= regions:
+                return range(start, stop)
+    return range(len(graph.nodes))
+
+
+def _added_up(graph: Graph, trip: range) -> frozenset[int]:
+    """Values of a loop's body that are only added to its carries, after elementwise ops: XLA
+    reduces them after the loop, if they are partial sums."""
+    carries = {v for node in graph.nodes if node.kind is NodeKind.MERGE for v in node.results}
+    others: set[int] = set()  # values with another reader
+    found: set[int] = set()
+    for index in reversed(trip):
+        node = graph.nodes[index]
+        added = found.issuperset(node.results) and others.isdisjoint(node.results)
+        if node.name in ADDITIONS and not carries.isdisjoint(node.operands):
+            added = True
+        if added and node.name not in REDUCTIONS and node.name not in UNFUSED:
+            found.update(node.operands)
+        else:
+            others.update(node.operands)
+    return frozenset(found - others)
 
 
 def _copies(

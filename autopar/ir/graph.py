@@ -170,13 +170,15 @@ class Liveness:
     """Values in memory over time. A node runs at `times[node]`; a resharded copy of its operand
     lives from then until `node_ends[node]`. `in_memory`: values that are written to memory, and
     views of them; all others are fused into their readers. `unhidden`: what is true instead if the
-    backward pass of a stage sends nothing, so that nothing runs late to hide it."""
+    backward pass of a micro-batch sends nothing, so that nothing runs late to hide it.
+    `runs_alone`: each micro-batch is run by programs of its own, as in a stage."""
 
     lives: tuple[Life, ...] = ()
     times: tuple[int, ...] = ()
     node_ends: tuple[int, ...] = ()
     in_memory: frozenset[int] = frozenset()
     unhidden: Liveness | None = None
+    runs_alone: bool = False
 
     @property
     def least(self) -> Liveness:

@@ -109,9 +109,11 @@ class Fusion:
         return self.flow.source(value) in self.flow.nodes[self.epilogues[index]].results
 
     def copies_slices(self, start: int, stop: int) -> bool:
-        """Whether a loop's body copies a slice of what it goes over, such as a micro-batch."""
+        """Whether a loop's body copies a slice of what it goes over, such as a micro-batch: kernels
+        make slices themselves, products and convolutions read them from memory."""
         nodes = self.flow.nodes[start:stop]
-        return any(n.name == "scan_slice" and not self.written.isdisjoint(n.results) for n in nodes)
+        slices = [v for n in nodes if n.name == "scan_slice" for v in n.results]
+        return any(reader.unfused for v in slices for reader in self.readers.get(v, ()))
 
     # -- searches
 

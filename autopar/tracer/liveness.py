@@ -42,7 +42,7 @@ from autopar.tracer.folding import (
     without_single_products,
 )
 from autopar.tracer.fusion import Fusion
-from autopar.tracer.regions import UPDATE
+from autopar.tracer.regions import BACKWARD, FORWARD, UPDATE
 from autopar.tracer.reordering import Reordering, num_orders
 from autopar.tracer.row_sums import summed_along_rows
 from autopar.tracer.run_order import run_times
@@ -111,20 +111,31 @@ def basis_of_lives(
 
 
 def find_lives(basis: LifeBasis, is_stage: bool = False, known: Liveness | None = None) -> Liveness:
-    """`is_stage`: each trip of the loop over micro-batches is a program of its own, in which
-    something is asynchronous only if it sends something (`Liveness.unhidden`); `known`: of the same
-    step, as a stage or not."""
-    liveness = _lives(basis, True) if known is None else replace(known, unhidden=None)
-    if not is_stage or not basis.overlaps:
-        return liveness
-    return replace(liveness, unhidden=_lives(basis, False))
+    """XLA plans the body of a loop for overlap if something in it is asynchronous: the copy of a
+    slice, or what a layout makes the loop over micro-batches send. Where nothing is but that, the
+    lives without it are in `Liveness.unhidden`. `is_stage`: each trip of that loop is a program of
+    its own, which copies no slice; `known`: of the same step, as a stage or not."""
+    if not basis.overlaps:
+        return _lives(basis, ()) if known is None else known
+    copying = {loop for loop in basis.loops if basis.fusion.copies_slices(*loop)}
+    sending = {loop for loop in basis.loops if _is_over_micro_batches(basis, loop)}
+    if known is None:
+        known = _lives(basis, copying | sending)
+    if is_stage:
+        return replace(known, unhidden=_lives(basis, ()), runs_alone=True)
+    unhidden = None if sending <= copying else _lives(basis, copying)
+    return replace(known, unhidden=unhidden, runs_alone=False)
 
 
-def _lives(basis: LifeBasis, is_planned: bool) -> Liveness:
-    """`is_planned`: XLA plans the bodies of loops for overlap."""
+def _is_over_micro_batches(basis: LifeBasis, loop: tuple[int, int]) -> bool:
+    """Whether a loop goes through both passes."""
+    return {FORWARD, BACKWARD} <= {node.region for node in basis.fusion.flow.nodes[slice(*loop)]}
+
+
+def _lives(basis: LifeBasis, planned: Collection[tuple[int, int]]) -> Liveness:
+    """`planned`: loops whose bodies XLA plans for overlap."""
     fusion, flow, loops, place = basis.fusion.copy(), basis.fusion.flow, basis.loops, basis.place
-    # It does so if something in a body is asynchronous, as such a copy is.
-    planned = [loop for loop in loops if is_planned and fusion.copies_slices(*loop)]
+    planned = [loop for loop in loops if loop in planned]
     times = run_times(flow.nodes, flow.zeros, basis.overlaps, flow.recomputed, planned)
     sweep = _Sweep(fusion, times, loops, basis.made_of, basis.summed, basis.overlaps)
     lives, node_ends = sweep.lives()
@@ -224,7 +235,20 @@ class _Sweep:
             return 1
         readers = {r.node for r in self.readers.get(value, ())}
         wanted = [i for i in readers if regions is None or self.nodes[i].region in regions]
-        return num_orders(self.flow, value, wanted)
+        return num_orders(self.flow, value, wanted, self.swapped)
+
+    @cached_property
+    def swapped(self) -> frozenset[int]:
+        """Products of matrices that turn their results: XLA swaps their operands for that. On
+        several devices the result is reduced before it is turned."""
+        if self.overlaps:
+            return frozenset()
+        makers = (n.operands[0] for n in self.nodes if not self.flow.turned.isdisjoint(n.results))
+        return frozenset(self.producer[self._unfinished(value)] for value in makers)
+
+    def _unfinished(self, value: int) -> int:
+        node = self.flow.maker(value)
+        return node.operands[0] if node.kind is NodeKind.FINISH else value
 
     def last_needed(self) -> tuple[list[int], dict[int, int]]:
         """(per node, until when its operands are needed; per value, until when it is needed)."""

@@ -86,9 +86,13 @@ class Reordering:
         return values[value].shape == values[node.results[0]].shape
 
 
-def num_orders(flow: Dataflow, value: int, readers: Collection[int]) -> int:
+def num_orders(
+    flow: Dataflow, value: int, readers: Collection[int], swapped: Collection[int] = ()
+) -> int:
     """In how many orders products among the readers want a value. A product of matrices takes
-    either order; several dimensions are first merged to one of a matrix, and need theirs."""
+    either order; several dimensions are first merged to one of a matrix. For that, those that the
+    product contracts come last in its first operand, and first in its second one. `swapped`:
+    products whose operands XLA swaps."""
     wanted = set()
     for index in readers:
         node = flow.nodes[index]
@@ -97,11 +101,13 @@ def num_orders(flow: Dataflow, value: int, readers: Collection[int]) -> int:
         kept = {f for result in node.rule.results for factors in result for f in factors}
         one, other = ({f for factors in dims for f in factors} for dims in node.rule.operands)
         batch = one & other & kept
-        for operand, dims in zip(node.operands, node.rule.operands, strict=True):
+        for position, operand in enumerate(node.operands):
             if flow.source(operand) != value:
                 continue
-            own = [factors for factors in dims if factors and batch.isdisjoint(factors)]
-            contracted = tuple(kept.isdisjoint(factors) for factors in own)
+            own = [f for f in node.rule.operands[position] if f and batch.isdisjoint(f)]
+            contracted = [kept.isdisjoint(factors) for factors in own]
+            is_second = (position == 1) != (index in swapped)
             if max(sum(contracted), len(own) - sum(contracted)) > 1:
-                wanted.add(contracted)
+                order = sorted(range(len(own)), key=lambda dim: contracted[dim] is not is_second)
+                wanted.add(tuple(order))
     return max(1, len(wanted))

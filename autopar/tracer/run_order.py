@@ -42,9 +42,10 @@ def run_times(
     late = _late_gradients(nodes, producer, loops) if overlaps else {}
     made_early = _made_early(nodes, late, recomputed) if overlaps else frozenset()
     late |= _late_branches(nodes, late, made_early) if overlaps else {}
+    last_of = _last_of_barriers(nodes) if late else {}
     times: list[int] = []
     for index, node in enumerate(nodes):
-        time = late.get(index, index)
+        time = late.get(index, last_of.get(index, index))
         if node.region == UPDATE and node.kind in (NodeKind.OP, NodeKind.FINISH):
             time = 0
             for value in node.operands:
@@ -113,7 +114,21 @@ def _late_gradients(
                 late[finish_of[value]] = late[index]
     for time in {end, *(stop - 1 for _, stop in loops)}:
         late |= _beside_later(due.get(time, ()))
+    last_of = _last_of_barriers(nodes)
+    for index, time in late.items():
+        if time in last_of:
+            late[index] = min(time, last_of[time] - 1)
     return late
+
+
+def _last_of_barriers(nodes: Sequence[Node]) -> dict[int, int]:
+    """Node of a barrier → its last node. A barrier has a node for each of its values, and lets none
+    of them pass before all are there: what they are made of is gone by then."""
+    last: dict[int, int] = {}
+    for index in range(len(nodes) - 1, -1, -1):
+        if nodes[index].name == "optimization_barrier":
+            last[index] = last.get(index + 1, index)
+    return last
 
 
 def _lone_products(nodes: Sequence[Node], late: dict[int, int]) -> list[int]:

@@ -95,8 +95,9 @@ def test_a_new_prediction_keeps_xlas_figure_while_layouts_stay() -> None:
     key = (case.model, case.kind)
     known = {**row("a", False, [1.0], [2.0]), "layouts": "one"}
     rows = {key: known}
-    take_row(rows, case, {"layouts": "one", "predicted_bytes": [3.0]}, predicts=True)
-    assert rows[key] == {**known, "predicted_bytes": [3.0]}
+    again = {"layouts": "one", "predicted_bytes": [3.0], "made": "later"}
+    take_row(rows, case, again, predicts=True)
+    assert rows[key] == {**known, "predicted_bytes": [3.0], "predicted": "later"}
     take_row(rows, case, {"layouts": "two", "predicted_bytes": [3.0]}, predicts=True)
     assert key not in rows
 

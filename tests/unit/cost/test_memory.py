@@ -132,6 +132,45 @@ def test_nothing_is_late_in_a_stage_whose_backward_pass_sends_nothing(sends: boo
     assert bool(memory_profile(graph, LogicalMesh((2,)), layouts).peak_bytes) == sends
 
 
+@pytest.mark.parametrize("sent", ["operand in a trip", "sum of a trip", "operand after all"])
+@pytest.mark.parametrize("runs_alone", [False, True])
+def test_a_trip_hides_what_it_sends_itself(sent: str, runs_alone: bool) -> None:
+    """Not what is sent after the loop, as are sums that it only adds up: XLA reduces them there, if
+    the trips are one program."""
+
+    def step(w, batch):
+        made, pull = jax.vjp(lambda w: w @ w, w)
+
+        def body(total, rows):
+            return total + jax.grad(lambda m: jnp.sum(jnp.tanh(rows @ m)))(made), None
+
+        total, _ = jax.lax.scan(body, jnp.zeros_like(w), batch)
+        return w - pull(total)[0]
+
+    graph = build_graph(trace_step(step, (array(64, 64), array(4, 8, 64))))
+    liveness = replace(graph.liveness, runs_alone=runs_alone, unhidden=None)
+    nothing = replace(liveness, lives=())
+    graph = replace(graph, liveness=replace(liveness, unhidden=nothing))
+    layouts = layouts_by(graph, lambda shape: (0,) if shape else (WHOLE,))
+    products = [
+        i for i, n in enumerate(graph.nodes) if n.region == "backward" and n.name == "dot_general"
+    ]
+    inside = [i for i in products if graph.nodes[i].weight == 4]
+    assert inside and max(products) not in inside
+    index = max(products) if sent == "operand after all" else inside[-1]
+    if sent == "sum of a trip":
+        (index,) = [
+            i
+            for i, n in enumerate(graph.nodes)
+            if n.kind is NodeKind.FINISH and n.operands[0] == graph.nodes[index].results[0]
+        ]
+    operands, results = layouts[index]
+    layouts[index] = (((WHOLE,), *operands[1:]), results)
+    found = memory_profile(graph, LogicalMesh((2,)), layouts).holdings
+    is_hidden = sent == "operand in a trip" or (sent == "sum of a trip" and runs_alone)
+    assert any(not h.is_copy for h in found) == is_hidden
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_a_reduction_that_splits_an_inner_dimension_reorders_what_is_combined_with_it(dim) -> None:
     """As a norm's gradient combines the gradient of its result with what it normalized."""

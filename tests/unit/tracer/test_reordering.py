@@ -53,3 +53,21 @@ def test_zeros_and_dimensions_that_are_added_keep_the_order(
     graph = graph_of(fn, array(7, 4), array(2, 5, 3, 4), array(5, 2, 3))
     (written,) = (v for v in graph.liveness.lives if graph.values[v.value].shape == (2, 5, 3, 7))
     assert written.count == num_orders
+
+
+@pytest.mark.parametrize(("overlaps", "num_orders"), [(False, 1), (True, 2)])
+def test_a_second_operand_may_have_what_a_product_contracts_first(
+    overlaps: bool, num_orders: int
+) -> None:
+    """XLA swaps the operands of a product to turn its result, so that a gradient that two products
+    read is written once. On several devices the result is reduced first."""
+
+    def fn(w, grid, score):
+        score = jnp.transpose(jnp.sort(score), (1, 0, 2))
+        gradient = jnp.exp(jnp.pad(score[..., None], ((0, 0), (0, 0), (0, 0), (0, 6))))
+        return gradient @ w, jnp.einsum("btuv,btuw->vw", gradient, grid).T
+
+    arrays = array(7, 4), array(2, 5, 3, 4), array(5, 2, 3)
+    graph = graph_of(fn, *arrays, overlaps=overlaps)
+    lives = [v for v in graph.liveness.lives if graph.values[v.value].shape == (2, 5, 3, 7)]
+    assert sum(life.count for life in lives) == num_orders

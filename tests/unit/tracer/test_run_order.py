@@ -166,6 +166,36 @@ def test_gradients_are_not_late_in_a_body_that_is_not_planned_for_overlap(is_sta
     assert max(gradient_delays(graph)) <= 3  # until its own addition
 
 
+def trained_by_tokens(weights, table, batch):
+    """Gradients of a chain of layers, each added up over micro-batches of tokens where it is made;
+    through both passes."""
+
+    def body(total, tokens):
+        x, pullbacks = table[tokens], []
+        for layer in weights:
+            x, pullback = jax.vjp(lambda w, x: jnp.tanh(x @ w), layer, x)
+            pullbacks.append(pullback)
+        gradient, sums = jnp.cos(x), []
+        for before, pullback in zip(total[::-1], pullbacks[::-1], strict=True):
+            of_layer, gradient = pullback(gradient)
+            sums.insert(0, before + of_layer)
+        return sums, jnp.sum(gradient)
+
+    return jax.lax.scan(body, [jnp.zeros_like(w) for w in weights], batch)
+
+
+def test_gradients_are_late_in_a_body_that_copies_no_slice_only_if_it_sends_something() -> None:
+    """Kernels make the slices that they read, such as the tokens of a micro-batch."""
+    weights, tokens = [array(64, 64)] * 6, array(4, 32, dtype=jnp.int32)
+    graph = graph_of(trained_by_tokens, weights, array(100, 64), tokens, overlaps=True)
+    assert max(gradient_delays(graph)) > 7
+    assert graph.liveness.unhidden is not None
+    own = replace(graph, liveness=graph.liveness.unhidden)
+    assert max(gradient_delays(own)) <= 7  # until its own addition
+    graph = graph_of(accumulated, *ACCUMULATED, overlaps=True)
+    assert graph.liveness.unhidden is None  # products read its micro-batches
+
+
 def test_zeros_are_made_when_a_late_scatter_adds_to_them() -> None:
     def loss_of(w, x):
         rows = w["table"][jnp.arange(32) * 7 % 64]
@@ -214,6 +244,34 @@ def test_a_gradient_that_a_barrier_waits_for_alone_is_not_late() -> None:
 
     assert delays(1)[:-1] == [0, 0]
     assert any(delays(2)[:-2])
+
+
+def test_what_a_barrier_waits_for_runs_before_it() -> None:
+    """What late gradients are made of is gone when updates begin that wait behind the barrier."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"])
+
+    def loss_of(w, x):
+        for weights in w:
+            x = layer(x, weights)
+        return jnp.sum(x**2)
+
+    layers = [{"a": array(64, 64), "b": array(64, 64)}] * 3
+    step = await_gradients(trace_step(train(loss_of), (layers, array(32, 64))))
+    graph = build_graph(step, overlaps=True)
+    times = graph.liveness.times
+    waited = [
+        (graph.producer[value][0], index)
+        for index, node in enumerate(graph.nodes)
+        if node.name == "optimization_barrier" and node.region == "backward"
+        for value in node.operands
+        if graph.values[value].shape == (64, 64)
+    ]
+    late = [(made, index) for made, index in waited if times[made] > made]
+    assert late
+    assert all(times[made] < times[index] for made, index in waited)
 
 
 def test_products_run_late_if_what_reads_them_waits_anyway() -> None:
