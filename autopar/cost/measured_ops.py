@@ -56,7 +56,7 @@ def _kernels_s(
     moved += traffic.exposed / parallelism
     result = values[node.results[0]].dtype
     kernels = traffic.stream, result, traffic.num_kernels, moved
-    seconds = costs.kernels_s(*kernels, in_loop=node.weight > 1)
+    seconds = costs.kernels_s(*kernels, in_loop=node.trips > 1)
     if seconds is None:
         return moved / mesh.device.memory_bandwidth + traffic.num_kernels * costs.launch_s
     return seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from autopar.cost.compute import compute_s
@@ -29,6 +30,9 @@ class CostReport:
     communication_bytes: float
 
 
+_ROUNDING = 1e-6  # of averages over branches
+
+
 @dataclass(frozen=True)
 class Step:
     """One collective: its kind, its mesh axes, and the bytes that each device sends."""
@@ -39,12 +43,13 @@ class Step:
 
 
 def edge_weight(producer: Node, consumer: Node) -> float:
-    """How often a value is resharded: at a loop's border, as often as the outside runs."""
+    """How often a value is resharded on average: at a loop's border, as often as the outside runs;
+    at that of a branch, if it is taken."""
     if consumer.name == "scan_slice":
         return producer.weight if producer.name != "scan_stack" else consumer.weight
     if producer.name == "scan_stack":
         return consumer.weight
-    return max(producer.weight, consumer.weight)
+    return max(producer.trips, consumer.trips) * min(producer.chance, consumer.chance)
 
 
 def describe_step(mesh: LogicalMesh, before: Layout, after: Layout, num_bytes: float) -> Step:
@@ -155,7 +160,7 @@ def cost_report(
             seconds[key] += node.weight * shift_s
             sent[key] += node.weight * sent_bytes
             names = ",".join(mesh.axis_names[a] for a in axes)
-            kinds[key][f"shift({names})"] += int(node.weight) * shifts
+            kinds[key][f"shift({names})"] += ceil(node.weight - _ROUNDING) * shifts
     owners = _owners(graph)
     for move in moved:
         owner = graph.nodes[move.producer if move.to_state else owners[move.consumer]]
@@ -165,7 +170,7 @@ def cost_report(
             continue
         for step, *_ in move.steps:
             names = ",".join(mesh.axis_names[a] for a in step.axes)
-            kinds[key][f"{step.kind}({names})"] += int(move.weight)
+            kinds[key][f"{step.kind}({names})"] += ceil(move.weight - _ROUNDING)
             sent[key] += move.weight * step.sent_bytes
     keys = [k for k in dict.fromkeys([*compute, *seconds]) if compute[k] or seconds[k]]
     modules = tuple(

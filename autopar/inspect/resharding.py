@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from autopar.cost.halo import halo_steps
 from autopar.cost.report import Step, describe_step, edge_weight
@@ -62,7 +63,7 @@ def _collectives(
         operands = sharding.strategies[index].operands
         for axes, _, num_bytes, shifts in halo_steps(node, graph.values, mesh, operands):
             name = f"shift({','.join(mesh.axis_names[a] for a in axes)})"
-            yield name, int(node.weight) * shifts, node.weight * num_bytes
+            yield name, ceil(node.weight - 1e-6) * shifts, node.weight * num_bytes
 
 
 def _reshardings(

@@ -127,7 +127,7 @@ class Node:
     rule: Rule
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    weight: float = 1.0  # how often it runs in a step
+    weight: float = 1.0  # how often it runs in a step, on average
     flops: float = 0.0
     touched_bytes: tuple[float, ...] = ()  # per operand, then per result; 0 where fused away
     module: str = ""
@@ -140,11 +140,17 @@ class Node:
     passes: float = 1.0  # over its arrays, of a Fourier transform
     traffic: Traffic | None = None  # None where nothing is moved
     host_bytes: float = 0.0  # fetched from host memory in a step, and stored there again
+    chance: float = 1.0  # that the branches it is in are taken
 
     @property
     def is_heavy(self) -> bool:
         """Matrix products and convolutions, which must not be computed redundantly."""
         return self.name in HEAVY
+
+    @property
+    def trips(self) -> float:
+        """How often it runs in a step if the branches it is in are always taken."""
+        return self.weight if self.chance == 1.0 else round(self.weight / self.chance, 6)
 
     def having(self, **changes: object) -> Node:
         """The node with some fields changed, as by `dataclasses.replace`, in a fifth of its time:

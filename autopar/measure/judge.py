@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from autopar.errors import ArgumentError
 from autopar.ir.devices import DeviceSpec
@@ -85,7 +86,8 @@ class Judgement:
     kernels:     the longest first.
     unknown_loops: names of loops whose trips XLA does not know; they count once.
 
-    Of a conditional, the slowest branch counts.
+    The branches of a conditional are equally likely: times and counts are the mean, counts rounded
+    up.
     """
 
     step_s: float
@@ -144,7 +146,7 @@ class _Sums:
     kernels: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     uses: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def add_collective(self, op: CollectiveOp, place: str, seconds: float, times: int) -> None:
+    def add_collective(self, op: CollectiveOp, place: str, seconds: float, times: float) -> None:
         if not times:
             return
         self.links += times * seconds
@@ -172,7 +174,7 @@ class _Judge:
     def judge(self) -> Judgement:
         clock = self._run(self.module.entry, 1)
         kernels = [
-            Kernel(name, op_name, int(count), seconds, flops, num_bytes)
+            Kernel(name, op_name, ceil(count - 1e-6), seconds, flops, num_bytes)
             for (name, op_name), (count, seconds, flops, num_bytes) in self.sums.kernels.items()
             if count
         ]
@@ -183,14 +185,14 @@ class _Judge:
             clock.exposed + max(0.0, clock.links - clock.kernels),
             self.sums.flops,
             tuple(
-                LinkUse(kind, place, int(count), sent, seconds)
+                LinkUse(kind, place, ceil(count - 1e-6), sent, seconds)
                 for (kind, place), (count, sent, seconds) in sorted(self.sums.uses.items())
             ),
             tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
             tuple(dict.fromkeys(self.unknown_loops)),
         )
 
-    def _run(self, computation: str, times: int) -> _Streams:
+    def _run(self, computation: str, times: float) -> _Streams:
         """A computation from idle streams; `times`: how often it runs, for the sums."""
         clock = _Streams()
         listed = self.module.computations[computation]
@@ -201,7 +203,7 @@ class _Judge:
         return clock
 
     def _start(
-        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: int
+        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: float
     ) -> None:
         if one.opcode in _FREE:
             return
@@ -223,20 +225,19 @@ class _Judge:
         elif one.opcode == "while":
             self._loop(one, clock, times)
         elif one.opcode == "conditional":
-            slowest = max(one.called, key=self._tried_s)
-            self._inline(self._run(slowest, times), clock, 1)
+            self._branches(one, clock, times)
         elif one.opcode in ("call", "async-start", "call-start"):
             for name in one.called:
                 self._inline(self._run(name, times), clock, 1)
         else:
             self._kernel(one, by_name, clock, times)
 
-    def _tried_s(self, branch: str) -> float:
-        """Seconds of a branch; the cache stays as it was."""
-        sizes = dict(self.cache.sizes)
-        found = self._run(branch, 0).kernels
-        self.cache = _Cache(sizes)
-        return found
+    def _branches(self, one: Instruction, clock: _Streams, times: float) -> None:
+        """Each finds the cache as it was before."""
+        sizes, share = dict(self.cache.sizes), 1 / len(one.called)
+        for branch in one.called:
+            self.cache = _Cache(sizes)
+            self._inline(self._run(branch, times * share), clock, share)
 
     def _collective(self, one: Instruction) -> CollectiveOp | None:
         if one.kind in _COLLECTIVES:
@@ -248,7 +249,7 @@ class _Judge:
                         return read_collective(inner, self.module)
         return None
 
-    def _loop(self, one: Instruction, clock: _Streams, times: int) -> None:
+    def _loop(self, one: Instruction, clock: _Streams, times: float) -> None:
         trips = one.trips
         if trips is None:
             self.unknown_loops.append(one.name)
@@ -286,7 +287,7 @@ class _Judge:
             names = {_buffer(n, by_name): (body, i) for i, n in enumerate(root.operands)}
             self.cache.rename(names)
 
-    def _inline(self, inner: _Streams, clock: _Streams, times: int) -> None:
+    def _inline(self, inner: _Streams, clock: _Streams, times: float) -> None:
         begin = max(clock.kernels, clock.links if inner.links else 0.0)
         clock.wait(begin)
         clock.kernels = begin + times * max(inner.kernels, inner.links)
@@ -295,7 +296,7 @@ class _Judge:
             clock.links = clock.kernels
 
     def _kernel(
-        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: int
+        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: float
     ) -> None:
         if (one.computation, one.name) not in self.works:
             work = work_of(one, self.module, by_name, self.device)

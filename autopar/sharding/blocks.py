@@ -273,7 +273,8 @@ def _gathered(problem: ShardingProblem, walk: _Walk) -> Blocks:
 
 
 def _kind(node: Node) -> tuple:
-    return (node.kind, node.name, node.signature, node.rule, node.weight, node.region)
+    times = node.weight, node.chance
+    return (node.kind, node.name, node.signature, node.rule, times, node.region)
 
 
 def _in_order(graph: Graph, group: _Group, kinds: Sequence[int]) -> tuple[int, ...]:

@@ -102,6 +102,7 @@ def _tokens(graph: Graph, positions: list[int], rules: list[int]) -> np.ndarray:
             node.name,
             rules[index],
             node.weight,
+            node.chance,
             node.region,
         )
         key = (kind, tuple(reads))
@@ -196,7 +197,8 @@ def _refine(graph: Graph, fixed: dict[int, int], rules: list[int]) -> list[int]:
             continue
         shapes = tuple(graph.values[v].shape for v in node.results)
         signature = _signature(node)
-        kind = (node.kind.value, signature, node.name, rules[index], node.weight, node.region)
+        times = node.weight, node.chance
+        kind = (node.kind.value, signature, node.name, rules[index], times, node.region)
         colours.append(hash((kind, shapes)))
     free = [(i, made_from[i], becomes.get(i, i)) for i in range(len(colours)) if i not in fixed]
     reading = [(i, *zip(*readers[i], strict=True)) for i, *_ in reversed(free) if readers[i]]

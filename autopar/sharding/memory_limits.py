@@ -237,8 +237,8 @@ def memory_by_rows(graph: Graph, num_micro_batches: int, num_devices: int) -> Me
     has_rows = {
         result
         for node in graph.nodes
-        if node.batch_factor is not None and node.weight >= num_micro_batches
-        if node.name != "scan_stack" or node.weight > num_micro_batches
+        if node.batch_factor is not None and node.trips >= num_micro_batches
+        if node.name != "scan_stack" or node.trips > num_micro_batches
         for result, dims in zip(node.results, node.rule.results, strict=True)
         if any(dim and dim[0] == node.batch_factor for dim in dims)
     }

@@ -116,7 +116,7 @@ def _kernels_s(graph: Graph, mesh: LogicalMesh) -> np.ndarray:
     assert mesh.device is not None
     seconds = np.zeros(len(graph.nodes))
     for index, node in enumerate(graph.nodes):
-        if node.kind is not NodeKind.OP or node.weight != 1:
+        if node.kind is not NodeKind.OP or node.trips != 1:
             continue
         dtype = graph.values[node.operands[0] if node.operands else node.results[0]].dtype
         whole_s = compute_s(mesh.device, node.flops, float(sum(node.touched_bytes)), dtype)
@@ -135,7 +135,7 @@ def hideable(graph: Graph) -> Iterator[Hideable]:
         for position, value in enumerate(node.operands):
             producer = graph.producer[value][0]
             made, info = graph.nodes[producer], graph.values[value]
-            if not info.deferred or made.region == UPDATE or max(node.weight, made.weight) > 1:
+            if not info.deferred or made.region == UPDATE or max(node.trips, made.trips) > 1:
                 continue
             if value in argument and node.region == UPDATE:
                 continue

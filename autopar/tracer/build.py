@@ -116,10 +116,19 @@ class _Signature:
 
 @dataclass(frozen=True)
 class _Context:
-    """Where equations run: in which region of the step, and how often."""
+    """Where equations run: in which region of the step, how often on average, and with which chance
+    the branches that they are in are taken."""
 
     region: str
     weight: float
+    chance: float = 1.0
+
+    def inside(self, trips: float = 1.0, chance: float = 1.0) -> _Context:
+        """In a loop of so many trips, or in a branch that is taken with this chance."""
+        return _Context(self.region, self.weight * trips * chance, self.chance * chance)
+
+
+_ONCE = _Context("", 1.0)
 
 
 class _Builder:
@@ -265,12 +274,13 @@ class _Builder:
     def share(self, value: int) -> None:
         """Give a value made from state a second layout, common to all its readers."""
         use = self.new_value(value)
-        self.add_use(value, use, 1.0)
+        self.add_use(value, use)
         self.alias[value] = use
 
-    def add_use(self, value: int, use: int, weight: float) -> None:
+    def add_use(self, value: int, use: int, here: _Context = _ONCE) -> None:
         rule = _identity(self.values[value].shape)
-        self.nodes.append(Node(NodeKind.USE, "use", rule, (value,), (use,), weight))
+        node = Node(NodeKind.USE, "use", rule, (value,), (use,), here.weight)
+        self.nodes.append(node.having(chance=here.chance))
 
     def add_constant(self, value: int) -> None:
         rule = replicated_rule((), (self.values[value],))
@@ -286,7 +296,7 @@ class _Builder:
         for position, equation in enumerate(program.equations):
             if isinstance(around, _Context):
                 region = region_by_name(equation.scope) or around.region
-                here = _Context(region, around.weight)
+                here = replace(around, region=region) if region != around.region else around
             else:
                 here = around[position]
             index += 1
@@ -330,6 +340,7 @@ class _Builder:
             operands=operands,
             results=results,
             weight=here.weight,
+            chance=here.chance,
             module=module_name(equation.scope),
             region=here.region,
             equation=index,
@@ -373,6 +384,7 @@ class _Builder:
                     region=here.region,
                     equation=index,
                     signature=signature.number,
+                    chance=here.chance,
                 )
             )
 
@@ -386,6 +398,7 @@ class _Builder:
                     operands=(raw,),
                     results=(result,),
                     weight=node.weight,
+                    chance=node.chance,
                     module=node.module,
                     region=node.region,
                     equation=node.equation,
@@ -409,14 +422,14 @@ class _Builder:
 
     # -- loops
 
-    def pass_into_loop(self, operand: Operand, value: int, weight: float) -> None:
+    def pass_into_loop(self, operand: Operand, value: int, here: _Context) -> None:
         """A value that a loop only reads has one layout in it, resharded outside."""
         if isinstance(operand, int) and operand in self.zeros:
             self.zeros.add(value)
         if not isinstance(operand, int):
             self.add_constant(value)
         elif self.values[value].shape:
-            self.add_use(self.read(operand), value, weight)
+            self.add_use(self.read(operand), value, here)
         else:
             self.alias[value] = self.read(operand)
 
@@ -424,10 +437,10 @@ class _Builder:
         (body,) = equation.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         first_x = num_consts + num_carry
-        inner = _Context(here.region, here.weight * max(equation.params["length"], 1))
+        inner = here.inside(trips=max(equation.params["length"], 1))
         operands, inputs = equation.operands, body.inputs
         for operand, value in zip(operands[:num_consts], inputs[:num_consts], strict=True):
-            self.pass_into_loop(operand, value, here.weight)
+            self.pass_into_loop(operand, value, here)
         loop = self.open_loop()
         for operand, value in zip(operands[first_x:], inputs[first_x:], strict=True):
             if isinstance(operand, int):
@@ -481,6 +494,7 @@ class _Builder:
                 here.weight,
                 module=module,
                 region=here.region,
+                chance=here.chance,
             )
         )
 
@@ -515,12 +529,14 @@ class _Builder:
                 here.weight,
                 module=module_name(addition.scope),
                 region=here.region,
+                chance=here.chance,
             )
         )
 
     def merge(self, name: str, operands: list[int], result: int, here: _Context) -> None:
         rule = _identity(self.values[result].shape, len(operands))
-        self.nodes.append(Node(NodeKind.MERGE, name, rule, tuple(operands), (result,), here.weight))
+        node = Node(NodeKind.MERGE, name, rule, tuple(operands), (result,), here.weight)
+        self.nodes.append(node.having(chance=here.chance))
 
     def while_loop(self, equation: Equation, here: _Context, index: int) -> int:
         """The number of trips is unknown; it counts as one."""
@@ -533,7 +549,7 @@ class _Builder:
             *body.inputs[: num_consts - cond_consts],
         )
         for operand, value in zip(equation.operands[:num_consts], const_inputs, strict=True):
-            self.pass_into_loop(operand, value, here.weight)
+            self.pass_into_loop(operand, value, here)
         loop = self.open_loop()
         self.add_captured(condition)
         self.add_captured(body)
@@ -547,6 +563,8 @@ class _Builder:
         return index
 
     def cond(self, equation: Equation, here: _Context, index: int) -> int:
+        """All branches are equally likely."""
+        inside = here.inside(chance=1 / len(equation.bodies))
         for branch in equation.bodies:
             for operand, value in zip(equation.operands[1:], branch.inputs, strict=True):
                 if isinstance(operand, int):
@@ -554,7 +572,7 @@ class _Builder:
                 else:
                     self.add_constant(value)
             self.add_captured(branch)
-            index = self.walk(branch, here, index)
+            index = self.walk(branch, inside, index)
         for position, result in enumerate(equation.results):
             outs = [branch.outputs[position] for branch in equation.bodies]
             self.merge("branch", [self.read(v) for v in values_in(outs)], result, here)

@@ -284,7 +284,8 @@ def _key(program: Program, graph: Graph, ports: Sequence[int]) -> str:
     digest = hashlib.sha256(program_fingerprint(program).encode())
     for node in graph.nodes:
         operands = [graph.producer[v] for v in node.operands]
-        signature = (node.kind.value, node.name, node.rule, operands, node.weight, node.region)
+        times = node.weight, node.chance
+        signature = (node.kind.value, node.name, node.rule, operands, times, node.region)
         digest.update(repr((signature, node.equation, node.flops)).encode())
     outputs = [None if v is None else graph.producer[v] for v in graph.outputs]
     digest.update(repr((graph.state, outputs, list(ports))).encode())

@@ -169,8 +169,10 @@ def test_the_host_starts_kernels_of_a_short_trip_one_by_one() -> None:
     assert found.step_s == pytest.approx(found.compute_s)
 
 
-def test_of_a_conditional_the_slowest_branch_counts(cache_bytes: Callable[[float], None]) -> None:
-    cache_bytes(1000)  # trying the branches leaves nothing there
+def test_the_branches_of_a_conditional_are_equally_likely(
+    cache_bytes: Callable[[float], None],
+) -> None:
+    cache_bytes(1000)  # what one branch leaves there, another does not find
 
     def branch(name: str, size: int) -> str:
         return computation(
@@ -186,7 +188,8 @@ def test_of_a_conditional_the_slowest_branch_counts(cache_bytes: Callable[[float
         branch("small", 2) + branch("large", 8),
     )
     found = judge(text, DEVICE)
-    assert found.step_s == found.compute_s == seconds(16)
+    assert found.step_s == pytest.approx((seconds(16).expected + seconds(4).expected) / 2)
+    assert found.compute_s == pytest.approx(found.step_s)
     assert [kernel.count for kernel in found.kernels] == [1]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar.cost.report import edge_weight
 from autopar.ir.graph import Graph, Node, NodeKind, check_graph
 from autopar.tracer.build import build_graph
 from autopar.tracer.regions import BACKWARD, FORWARD, UPDATE
@@ -258,6 +259,24 @@ def test_while_loop() -> None:
     ]
     assert condition, "the condition reads the carry"
     assert graph.outputs == tuple(n.results[0] for n in carried)
+
+
+def test_branches_are_equally_likely() -> None:
+    """In a loop of six trips each of three branches runs twice on average; nested ones less."""
+
+    def nested(x):
+        return lax.cond(x[0, 0] > 1, lambda: jnp.cos(x), lambda: jnp.exp(x))
+
+    def trip(x, i):
+        return lax.switch(i % 3, (lambda x: jnp.tanh(x), lambda x: jnp.sin(x), nested), x), None
+
+    graph = graph_of(lambda x: jnp.sqrt(lax.scan(trip, x, jnp.arange(6))[0]), X)
+    node = {n.name: n for n in graph.nodes}
+    runs = {name: node[name].weight for name in ("sqrt", "tanh", "sin", "cos", "exp")}
+    assert runs == pytest.approx({"sqrt": 1, "tanh": 2, "sin": 2, "cos": 1, "exp": 1})
+    assert {node[name].trips for name in ("tanh", "cos", "exp")} == {6}
+    assert edge_weight(node["tanh"], node["sqrt"]) == pytest.approx(2)
+    assert edge_weight(node["sqrt"], node["cos"]) == pytest.approx(1)
 
 
 def test_cond_joins_its_branches() -> None:
