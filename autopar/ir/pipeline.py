@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from autopar.ir.rows import Rows
+
 EACH = -1  # in place of a micro-batch's number: the one that is being run
 
 
@@ -91,11 +93,11 @@ class Transfer:
 
 class Place(NamedTuple):
     """Where an argument or a result of the step is: its value, the stage that holds it, and which
-    rows (first, end) of it the stage holds; None for all."""
+    rows of it the stage holds; None for all."""
 
     value: int
     stage: int
-    rows: tuple[int, int] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from autopar.ir.layering import PER_STAGE_OUTPUTS, STORED_LAYERING, Layering
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.program_sharding import ProgramSharding, check_program_sharding
+from autopar.ir.rows import Rows, rows_grid, rows_shape, split_rows
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.sealed import SealedFormat
 from autopar.ir.spec import WHOLE, Layout, fits, spec_from_text, to_partition_spec
@@ -58,7 +58,9 @@ class Tensor:
     """An input or output by its path, with its layout.
 
     split:   of a stack over layers that is split over its stages, the number of rows that each of
-             them holds.
+             them holds. Of a scan of scans, rows are those of the leading dimensions together, as
+             many dimensions as the numbers add up to; a stage whose rows are no box of these
+             dimensions (`ir.rows`) is among the stages once for each of its boxes.
     layouts: per stage of such a stack, its layout there, if the stages are too unlike for all rows
              to be one `jax.Array`: it is a `DistributedArray`. None if all have `layout`.
     """
@@ -78,18 +80,21 @@ class Tensor:
 
     def held_shape(self) -> tuple[int, ...]:
         """The shape of what a stage has of it from the start; the most that one has."""
-        return self.shape if self.split is None else (max(self.split), *self.shape[1:])
+        if self.split is None:
+            return self.shape
+        return max((rows_shape(self.shape, rows) for rows in self.rows() if rows), key=prod)
 
     def held_layouts(self) -> tuple[Layout, ...]:
         """Per stage that has it from the start, its layout there."""
         return self.layouts or (self.layout,) * len(self.holders())
 
-    def rows(self) -> tuple[tuple[int, int] | None, ...]:
-        """Per stage that has it from the start, its rows: (first, end); None for all."""
+    def rows(self) -> tuple[Rows | None, ...]:
+        """Per stage that has it from the start, its rows; None for all."""
         if self.split is None:
             return (None,)
-        ends = tuple(accumulate(self.split, initial=0))
-        return tuple(pairwise(ends))
+        rows = split_rows(self.split, self.shape)
+        assert rows is not None
+        return rows
 
 
 @dataclass(frozen=True)
@@ -486,21 +491,26 @@ def _check_stage(stage: StagePlan, where: str) -> None:
 
 
 def is_one_array(
-    split: Sequence[int], meshes: Sequence[int], mesh_shapes: Sequence[tuple[int, ...]]
+    rows: Sequence[Rows], meshes: Sequence[int], mesh_shapes: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Whether parts of a stack with so many rows can be shards of one array: as many rows in each,
-    on meshes of one shape, no two on one mesh."""
-    return len(set(split)) == 1 == len(set(mesh_shapes)) and len(set(meshes)) == len(meshes)
+    """Whether these rows of a stack can be shards of one array: boxes of one shape, on meshes of
+    one shape, no two on one mesh."""
+    is_even = rows_grid(rows) is not None
+    return is_even and len(set(mesh_shapes)) == 1 and len(set(meshes)) == len(meshes)
 
 
 def _check_split(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
     """A stack without layouts of its own per stage is one array."""
     assert tensor.split is not None
     stages = [plan.stages[s] for s in tensor.stages]
-    fits_rows = len(stages) == len(tensor.split) and (sum(tensor.split),) == tensor.shape[:1]
+    rows = split_rows(tensor.split, tensor.shape)
     has_layouts = tensor.layouts is not None and len(tensor.layouts) == len(stages)
     meshes, shapes = [s.mesh for s in stages], [s.mesh_shape for s in stages]
-    if not fits_rows or not (has_layouts or is_one_array(tensor.split, meshes, shapes)):
+    if (
+        rows is None
+        or len(stages) != len(rows)
+        or not (has_layouts or is_one_array(rows, meshes, shapes))
+    ):
         raise PlanError(
             f"{where}: {tensor.path} {tensor.shape} is split into {tensor.split} rows over the "
             f"stages {tensor.stages}."
@@ -514,14 +524,13 @@ def _check_tensor(plan: ParallelPlan, tensor: Tensor, where: str) -> None:
         raise PLAN_FORMAT.malformed(where, f"{tensor.path} has the shape {tensor.shape}")
     if tensor.split is not None:
         _check_split(plan, tensor, where)
-    rows = tensor.split or (None,)
-    held = zip(tensor.holders(), tensor.held_layouts(), rows, strict=True)
-    for stage, layout, num_rows in held:
+    held = zip(tensor.holders(), tensor.held_layouts(), tensor.rows(), strict=True)
+    for stage, layout, rows in held:
         mesh_shape = (plan.stages[stage].plan or plan).mesh_shape
         in_range = all(WHOLE <= entry < len(tensor.shape) for entry in layout)
         if len(layout) != len(mesh_shape) or not in_range:
             raise PlanError(f"{where}: {tensor.path} has the layout {layout}.")
-        shape = tensor.shape if num_rows is None else (num_rows, *tensor.shape[1:])
+        shape = tensor.shape if rows is None else rows_shape(tensor.shape, rows)
         if not fits(layout, shape, mesh_shape):
             raise PlanError(
                 f"{where}: {tensor.path} {shape} is not divided evenly by its layout "

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.pipeline import MeshProgram, Phase, PipelinePrograms, Recv, Send
+from autopar.ir.rows import Rows
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.tiles import Box, TilePlan, shard_box
 from autopar.ir.xla_options import StoredOptions
@@ -89,7 +90,7 @@ class BoundBuffer:
     mesh: int
     buffer: int
     type: ShardedType
-    rows: tuple[int, int] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)

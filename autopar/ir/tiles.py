@@ -191,9 +191,7 @@ def _require(condition: bool, message: str) -> None:
         raise AssertionError(f"tile plan: {message}")
 
 
-def shifted(box: Box, num_rows: int) -> Box:
-    """The box further down the first dimension."""
-    if not num_rows:
-        return box
-    (start, end), *rest = box
-    return (start + num_rows, end + num_rows), *rest
+def shifted(box: Box, first_row: Sequence[int]) -> Box:
+    """The box in an array of which its own begins there, per leading dimension."""
+    moved = zip(box, first_row, strict=False)
+    return (*((start + by, end + by) for (start, end), by in moved), *box[len(first_row) :])

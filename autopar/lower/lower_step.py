@@ -155,13 +155,17 @@ def _all_phases(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) 
 
 def _one_phase(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -> _Stages:
     """Each stage runs one program, which takes all arguments and makes the stage's results. The
-    values are numbered: first the arguments, then the results."""
+    values are numbered: first the arguments, then the results, by part if they have several."""
     steps = planned.made or (planned,)
     arguments = range(len(planned.traced.avals))
-    made = [
-        (position, Place(len(arguments) + position, stage, rows))
+    held = [
+        (position, stage, rows)
         for position, tensor in enumerate(planned.plan.outputs)
         for stage, rows in zip(tensor.stages, tensor.rows(), strict=False)
+    ]
+    made = [
+        (position, Place(len(arguments) + number, stage, rows))
+        for number, (position, stage, rows) in enumerate(held)
     ]
     outputs = tuple(place for _, place in made)
     stage_programs, functions, buffers = [], [], {}

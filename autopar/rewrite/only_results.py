@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.program import values_in
+from autopar.ir.rows import Rows, take_rows
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.program_writer import ProgramWriter
 from autopar.rewrite.split_stacks import taken_rows
@@ -14,14 +15,25 @@ from autopar.rewrite.split_stacks import taken_rows
 def only_results(
     traced: TracedStep,
     positions: Sequence[int],
-    rows: Sequence[tuple[int, int] | None] | None = None,
+    rows: Sequence[Rows | None] | None = None,
 ) -> TracedStep:
     """The step without what these results do not need. Effects go with the first of all results.
-    `rows`: of each result, which rows (first, end); None for all."""
+    `rows`: of each result, which rows; None for all."""
     rows = rows or (None,) * len(positions)
-    traced, flat_fn = _with_rows(traced, dict(zip(positions, rows, strict=True))), traced.flat_fn
-    program = traced.program
-    outputs = tuple(program.outputs[o] for o in positions)
+    flat_fn = traced.flat_fn
+    writer = ProgramWriter(traced.program.avals)
+    writer.equations += traced.program.equations
+    outputs = tuple(
+        traced.program.outputs[o]
+        if own is None
+        else writer.emit(taken_rows, [traced.program.outputs[o]], rows=own)
+        for o, own in zip(positions, rows, strict=True)
+    )
+    program = replace(
+        traced.program,
+        equations=tuple(writer.equations),
+        captured=(*traced.program.captured, *writer.captured),
+    )
     needed = set(values_in(outputs))
     kept = []
     for equation in reversed(program.equations):
@@ -33,33 +45,15 @@ def only_results(
         traced,
         program=replace(program, outputs=outputs, equations=tuple(kept[::-1]), captured=captured),
         out_paths=tuple(traced.out_paths[o] for o in positions),
-        out_avals=tuple(traced.out_avals[o] for o in positions),
+        out_avals=tuple(
+            traced.out_avals[o] if own is None else writer.aval(out)
+            for o, own, out in zip(positions, rows, outputs, strict=True)
+        ),
         state=(),
         donated=(),
         flat_fn=lambda *leaves: [
-            made[o] if own is None else made[o][slice(*own)]
+            made[o] if own is None else take_rows(made[o], own)
             for made in [flat_fn(*leaves)]
             for o, own in zip(positions, rows, strict=True)
         ],
     )
-
-
-def _with_rows(traced: TracedStep, rows: Mapping[int, tuple[int, int] | None]) -> TracedStep:
-    """The step with rows in place of some results, by position."""
-    if not any(rows.values()):
-        return traced
-    program = traced.program
-    writer = ProgramWriter(program.avals)
-    writer.equations += program.equations
-    outputs, avals = list(program.outputs), list(traced.out_avals)
-    for position, own in rows.items():
-        if own is not None:
-            taken = writer.emit(taken_rows, [outputs[position]], start=own[0], stop=own[1])
-            outputs[position], avals[position] = taken, writer.aval(taken)
-    program = replace(
-        program,
-        outputs=tuple(outputs),
-        equations=tuple(writer.equations),
-        captured=(*program.captured, *writer.captured),
-    )
-    return replace(traced, program=program, out_avals=tuple(avals))

@@ -13,6 +13,10 @@ operands, so all have the same parts. Sums over all rows (the norm of all gradie
 each part first. Anything else reads the parts put together again, which is right, but has to be
 sent; state that is updated so (sorted along layers, say) stays whole, on one stage. State that the
 layers replace themselves, put together row by row after the loop, has the parts of its readers.
+
+Of a scan of scans, the layers are the indices of a stack's first two dimensions, and stages may
+have layers of one trip of the outer scan. The rows of a part are then a box of both dimensions (so
+on for deeper scans), and equations compute row by row if they do for each index of both.
 """
 
 from __future__ import annotations
@@ -20,20 +24,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.program import Constant, Equation, Operand, Program
+from autopar.ir.rows import Rows, boxes, first_row, join_rows, num_rows, rows_shape
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.program_writer import ProgramWriter
 from autopar.rewrite.residuals import CHEAP
+from autopar.rewrite.scan_remat import live_equations
 from autopar.rewrite.stage_placement import stages_that_need
-
-Rows = tuple[int, int]  # of the first dimension, half-open
 
 
 @dataclass(frozen=True)
@@ -97,62 +103,69 @@ _MOVES = ("broadcast_in_dim", "reshape", "slice", "squeeze", "transpose", "expan
 _ELEMENTWISE = CHEAP - {*_MOVES, "bitcast_convert_type"}
 
 
-def _rows_of(equation: Equation, avals: Sequence[ShapedArray]) -> tuple[int, ...] | None:
+def _rows_of(
+    equation: Equation, avals: Sequence[ShapedArray], depth: int
+) -> tuple[int, ...] | None:
     """The operands, by position, whose rows become those of the result; None if it does not compute
-    row by row."""
+    row by row. `depth`: the number of dimensions whose indices are rows."""
     if equation.bodies or equation.has_effect or len(equation.results) != 1:
         return None
     out = tuple(avals[equation.results[0]].shape)
     shapes = [_shape(o, avals) for o in equation.operands]
-    if not out:
+    if len(out) < depth:
         return None
+    leading = tuple(range(depth))
     name, params = equation.name, equation.params
     if name in _ELEMENTWISE:
         if not all(shape == () or len(shape) == len(out) for shape in shapes):
             return None
-        return tuple(n for n, shape in enumerate(shapes) if shape[:1] == out[:1])
+        with_rows = tuple(n for n, shape in enumerate(shapes) if shape[:depth] == out[:depth])
+        others = (shape[:depth] for n, shape in enumerate(shapes) if n not in with_rows)
+        return with_rows if all(set(sizes) <= {1} for sizes in others) else None
     if name == "iota":
-        return () if params["dimension"] != 0 and not equation.operands else None
+        return () if params["dimension"] >= depth and not equation.operands else None
     if name == "concatenate":
-        return tuple(range(len(shapes))) if params["dimension"] != 0 else None
+        return tuple(range(len(shapes))) if params["dimension"] >= depth else None
     if name == "dot_general":
         _, (left, right) = params["dimension_numbers"]
-        return (0, 1) if left[:1] == right[:1] == (0,) else None
+        return (0, 1) if left[:depth] == right[:depth] == leading else None
     if name == "broadcast_in_dim" and len(shapes) == 1:
         dimensions = tuple(params["broadcast_dimensions"])
-        if 0 not in dimensions or shapes[0][dimensions.index(0)] == 1 != out[0]:
+        sizes = dict(zip(dimensions, shapes[0], strict=True))
+        if all(sizes.get(dim, 1) == 1 != out[dim] or dim not in sizes for dim in leading):
             return ()
-        return (0,) if dimensions[0] == 0 else None
-    if len(shapes) != 1 or shapes[0][:1] != out[:1]:
+        keeps = dimensions[:depth] == leading and shapes[0][:depth] == out[:depth]
+        return (0,) if keeps else None
+    if len(shapes) != 1 or shapes[0][:depth] != out[:depth]:
         return None
-    return (0,) if _keeps_rows(equation, shapes[0]) else None
+    return (0,) if _keeps_rows(equation, shapes[0], depth) else None
 
 
-def _keeps_rows(equation: Equation, shape: tuple[int, ...]) -> bool:
+def _keeps_rows(equation: Equation, shape: tuple[int, ...], depth: int) -> bool:
     """Whether an equation of one operand leaves each row of it where it is."""
     name, params = equation.name, equation.params
     if name in _WITH_AXES:
-        return 0 not in params["axes"]
+        return min(params["axes"], default=depth) >= depth
     if name == "transpose":
-        return params["permutation"][0] == 0
+        return tuple(params["permutation"][:depth]) == tuple(range(depth))
     if name == "reshape":
         return params["dimensions"] is None
     if name == "squeeze":
-        return 0 not in params["dimensions"]
+        return min(params["dimensions"], default=depth) >= depth
     if name == "slice":
-        is_whole = params["start_indices"][0] == 0 and params["limit_indices"][0] == shape[0]
-        return is_whole and (params["strides"] is None or params["strides"][0] == 1)
+        return _sliced_rows(equation, depth) == tuple((0, size) for size in shape[:depth])
     return False
 
 
-def _sliced_rows(equation: Equation, avals: Sequence[ShapedArray]) -> Rows | None:
+def _sliced_rows(equation: Equation, depth: int) -> Rows | None:
     """The rows that a slice takes, if it is one of consecutive rows."""
     if equation.name != "slice" or not isinstance(equation.operands[0], int):
         return None
-    strides = equation.params["strides"]
-    if strides is not None and strides[0] != 1:
+    params = equation.params
+    strides = params["strides"]
+    if strides is not None and any(stride != 1 for stride in strides[:depth]):
         return None
-    return equation.params["start_indices"][0], equation.params["limit_indices"][0]
+    return tuple(zip(params["start_indices"], params["limit_indices"], strict=True))[:depth]
 
 
 def _shape(operand: Operand, avals: Sequence[ShapedArray]) -> tuple[int, ...]:
@@ -164,6 +177,8 @@ def _shape(operand: Operand, avals: Sequence[ShapedArray]) -> tuple[int, ...]:
 
 
 class _PartFinder:
+    """Finds parts at every depth that slices ask for; at more of them, those of the most."""
+
     def __init__(
         self,
         step: TracedStep,
@@ -177,55 +192,72 @@ class _PartFinder:
         self.needs = stages_that_need(self.program, self.loop, stage_of, num_stages)
         self.readers = self.program.readers()
         self.stacks = stacks
-        self.group: dict[int, int] = {}  # value -> another of the same rows; a forest
 
     def parts(self) -> dict[int, Parts]:
         """The parts of values outside the loop."""
         inputs = self.program.inputs
-        seeds = {v: parts for v in self.readers if (parts := self.by_slices(v))}
-        if not seeds and not self.stacks:
-            return {}
-        self.find_groups()
+        wanted: dict[int, dict[int, Parts]] = {}  # number of dimensions -> value -> its parts
+        if self.stacks is None:
+            for value in self.readers:
+                for parts in self.by_slices(value):
+                    wanted.setdefault(_depth(parts), {})[value] = parts
+        else:
+            for i, parts in self.stacks.items():
+                wanted.setdefault(_depth(parts), {})[inputs[i]] = parts
+        found: dict[int, Parts] = {}
+        for depth, seeds in sorted(wanted.items()):
+            found.update(self.parts_at(depth, seeds))
+        if self.stacks is not None:
+            for i in set(range(len(inputs))) - set(self.stacks):
+                found.pop(inputs[i], None)
+        return found
+
+    def parts_at(self, depth: int, seeds: Mapping[int, Parts]) -> dict[int, Parts]:
+        """The parts of values whose rows are those of the seeds."""
+        groups = _RowGroups(self.step, depth)
         parts_of: dict[int, Parts] = {}
         for value, parts in seeds.items():
-            parts_of.setdefault(self.root(value), parts)
-        never: set[int] = set()
-        if self.stacks is not None:
-            for value in inputs:
-                parts_of.pop(self.root(value), None)
-            for i, parts in self.stacks.items():
-                parts_of[self.root(inputs[i])] = parts
-            never.update(value for i, value in enumerate(inputs) if i not in self.stacks)
-        else:
-            for root in self.roots_that_stay_whole():
+            parts_of.setdefault(groups.root(value), parts)
+        if self.stacks is None:
+            for root in groups.roots_that_stay_whole():
                 parts_of.pop(root, None)
-        every = [*inputs, *(r for e in self.program.equations for r in e.results)]
-        return {
-            v: parts_of[root]
-            for v in every
-            if v not in never and (root := self.root(v)) in parts_of
-        }
+        every = [*self.program.inputs, *(r for e in self.program.equations for r in e.results)]
+        return {v: parts_of[root] for v in every if (root := groups.root(v)) in parts_of}
 
-    def by_slices(self, value: int) -> Parts | None:
-        """The parts that the loop's stages read of a value, before the loop."""
+    def by_slices(self, value: int) -> list[Parts]:
+        """The parts that the loop's stages read of a value, before the loop: its rows, and the rows
+        of more dimensions if several stages read of one row."""
         shape = _shape(value, self.avals)
         if not shape or shape[0] < 2:
-            return None
-        stages: list[int | None] = []  # of every row, once one is sliced: few values are
+            return []
+        slices: list[tuple[Rows, int]] = []
         for index in self.readers[value]:
             equation = self.program.equations[index]
-            rows = _sliced_rows(equation, self.avals) if index < self.loop else None
+            rows = _sliced_rows(equation, len(shape)) if index < self.loop else None
             needed = self.needs.get(equation.results[0]) if rows is not None else None
-            if rows is not None and needed and rows[1] - rows[0] < shape[0]:
-                stages = stages or [None] * shape[0]
-                stages[slice(*rows)] = [min(needed)] * (rows[1] - rows[0])
-        return _runs(stages) if stages else None
+            if rows is not None and needed and rows[0] != (0, shape[0]):
+                slices.append((_of_layers(rows, shape), min(needed)))
+        if not slices:
+            return []
+        depth = max(len(rows) for rows, _ in slices)
+        stages = np.full(shape[:depth], num_stages := max(stage for _, stage in slices) + 1)
+        for rows, stage in slices:
+            stages[tuple(slice(*one) for one in rows)] = stage
+        in_rows = stages.reshape(shape[0], -1)
+        found = [_runs(in_rows.min(1), num_stages)]
+        if any(len({*row} - {num_stages}) > 1 for row in in_rows.tolist()):
+            found.append(_runs(stages, num_stages))
+        return [parts for parts in found if parts is not None]
 
-    # -- values with the same rows
 
-    def find_groups(self) -> None:
+class _RowGroups:
+    """Values with the same rows: a forest of them."""
+
+    def __init__(self, step: TracedStep, depth: int) -> None:
+        self.step, self.program, self.depth = step, step.program, depth
+        self.group: dict[int, int] = {}  # value -> another of the same rows
         for index, equation in enumerate(self.program.equations):
-            rows = None if index == self.loop else _rows_of(equation, self.avals)
+            rows = None if index == step.loop else self.rows_of(equation)
             if rows is not None:
                 for operand in (equation.operands[n] for n in rows):
                     if isinstance(operand, int):
@@ -234,13 +266,16 @@ class _PartFinder:
                 self.root(equation.results[0])
         self.join_state_of_new_rows()
 
+    def rows_of(self, equation: Equation) -> tuple[int, ...] | None:
+        return _rows_of(equation, self.program.avals, self.depth)
+
     def join_state_of_new_rows(self) -> None:
         """State that the layers themselves replace row by row (a cache) goes with its new rows."""
         inputs, outputs = self.program.inputs, self.program.outputs
         taken = {self.root(v) for v in (*inputs, *(v for v, _ in self.program.captured))}
         for index, equation in enumerate(self.program.equations):
-            of_rows = equation.name == "concatenate" or _rows_of(equation, self.avals) is not None
-            if index == self.loop or not of_rows:
+            of_rows = equation.name == "concatenate" or self.rows_of(equation) is not None
+            if index == self.step.loop or not of_rows:
                 taken.update(map(self.root, equation.results))
         for i, o in self.step.state:
             output = outputs[o]
@@ -259,7 +294,7 @@ class _PartFinder:
         """Groups with rows of the batch or random keys, or with state that is updated otherwise
         than row by row."""
         inputs, outputs = self.program.inputs, self.program.outputs
-        keys = (v for v in inputs if _jax.is_extended_dtype(self.avals[v].dtype))
+        keys = (v for v in inputs if _jax.is_extended_dtype(self.program.avals[v].dtype))
         roots = {self.root(v) for v in (*keys, *(inputs[i] for i in self.step.batch))}
         for i, o in self.step.state:
             output = outputs[o]
@@ -268,21 +303,41 @@ class _PartFinder:
         return roots
 
 
-def _runs(stages: Sequence[int | None]) -> Parts | None:
-    """Parts of consecutive rows with one stage each; rows that nobody reads go with those before
-    them. None if a stage has none or all of the rows, or comes back later."""
-    known = next((s for s in stages if s is not None), None)
-    parts: list[StackPart] = []
-    for row, stage in enumerate(stages):
-        known = known if stage is None else stage
-        if known is None:
-            return None
-        if parts and parts[-1].stage == known:
-            parts[-1] = StackPart((parts[-1].rows[0], row + 1), known)
+def _depth(parts: Parts) -> int:
+    return len(parts[0].rows)
+
+
+def _of_layers(rows: Rows, shape: Sequence[int]) -> Rows:
+    """The leading dimensions of a slice that say which layers it takes: of single rows, the
+    dimensions inside too, as long as it takes a part of them."""
+    depth = 1
+    while depth < len(rows) and rows[depth] != (0, shape[depth]):
+        if rows[depth - 1][1] - rows[depth - 1][0] != 1:
+            break
+        depth += 1
+    return rows[:depth]
+
+
+def _runs(stages: np.ndarray, nobody: int) -> Parts | None:
+    """Parts of consecutive rows with one stage each; rows that `nobody` reads go with those before
+    them. None if a stage has all of the rows, or comes back later."""
+    known = next(stage for stage in stages.flat if stage != nobody)
+    runs: list[tuple[int, int]] = []  # (number of rows, stage)
+    for stage in stages.flat:
+        known = known if stage == nobody else stage
+        if runs and runs[-1][1] == known:
+            runs[-1] = runs[-1][0] + 1, known
         else:
-            parts.append(StackPart((row, row + 1), known))
-    is_once = len({part.stage for part in parts}) == len(parts)
-    return tuple(parts) if len(parts) > 1 and is_once else None
+            runs.append((1, int(known)))
+    is_once = len({stage for _, stage in runs}) == len(runs)
+    if len(runs) < 2 or not is_once:
+        return None
+    ends = accumulate((number for number, _ in runs), initial=0)
+    return tuple(
+        StackPart(rows, stage)
+        for (start, end), (_, stage) in zip(pairwise(ends), runs, strict=True)
+        for rows in boxes(start, end, stages.shape)
+    )
 
 
 # -- writing
@@ -298,6 +353,7 @@ class _Splitter:
         self.wholes: dict[int, int] = {}  # value -> the same, put together from its parts
         self.pieces: dict[int, list[Operand]] = {}  # value -> its parts
         self.cut: dict[tuple[int, Rows], Operand] = {}  # rows taken from whole values
+        self.maker = {r: e for e in self.program.equations for r in e.results}
 
     def split(self) -> SplitStep:
         program, parts = self.program, self.parts
@@ -334,7 +390,7 @@ class _Splitter:
             program,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            equations=tuple(self.writer.equations),
+            equations=tuple(live_equations(self.writer.equations, outputs)),
             captured=(*program.captured, *self.writer.captured),
         )
         pieces = frozenset(v for own in self.pieces.values() for v in own if isinstance(v, int))
@@ -378,15 +434,15 @@ class _Splitter:
 
     def new_piece(self, value: int, rows: Rows) -> int:
         aval = self.program.avals[value]
-        shape = (rows[1] - rows[0], *aval.shape[1:])
-        return self.writer.new_value(aval.update(shape=shape))
+        return self.writer.new_value(aval.update(shape=rows_shape(aval.shape, rows)))
 
     def whole(self, operand: Operand, like: Equation | None = None) -> Operand:
         """The value, put together if it is in parts."""
         if not isinstance(operand, int) or operand in self.is_whole:
             return operand
         if operand not in self.wholes:
-            joined = self.writer.emit(_joined, self.pieces[operand], like)
+            rows = tuple(part.rows for part in self.parts[operand])
+            joined = self.writer.emit(_joined, self.pieces[operand], like, rows=rows)
             assert isinstance(joined, int)
             self.wholes[operand] = joined
         return self.wholes[operand]
@@ -404,7 +460,7 @@ class _Splitter:
         key = (whole, rows) if isinstance(whole, int) else None
         if key is not None and key in self.cut:
             return self.cut[key]
-        taken = self.writer.emit(taken_rows, [whole], like, start=rows[0], stop=rows[1])
+        taken = self.writer.emit(taken_rows, [whole], like, rows=rows)
         if key is not None:
             self.cut[key] = taken
         return taken
@@ -433,7 +489,7 @@ class _Splitter:
         """The equation for each part of its result."""
         (result,) = equation.results
         parts = self.parts[result]
-        rows = _rows_of(equation, self.program.avals)
+        rows = _rows_of(equation, self.program.avals, _depth(parts))
         if rows is None:
             if equation.name == "concatenate" and self.concatenate(equation, parts):
                 return
@@ -460,35 +516,65 @@ class _Splitter:
 
     def concatenate(self, equation: Equation, parts: Parts) -> bool:
         """Rows that are put together, part by part; False if a part ends inside of an operand."""
-        ends, start = [], 0
-        for operand in equation.operands:
-            start += _shape(operand, self.program.avals)[0]
-            ends.append(start)
-        if not {part.rows[1] for part in parts} <= set(ends):
+        shape = _shape(equation.results[0], self.program.avals)
+        operands = self.operands_of_rows(equation, _depth(parts))
+        if operands is None:
+            return False
+        ends = list(accumulate(number for _, number in operands))
+        bounds = list(accumulate((num_rows(part.rows) for part in parts), initial=0))
+        if not set(bounds[1:]) <= set(ends):
             return False
         pieces: list[Operand] = []
-        for part in parts:
+        for part, (first, last) in zip(parts, pairwise(bounds), strict=True):
             own = [
                 self.whole(operand, equation)
-                for operand, end in zip(equation.operands, ends, strict=True)
-                if part.rows[0] < end <= part.rows[1]
+                for (operand, _), end in zip(operands, ends, strict=True)
+                if first < end <= last
             ]
-            pieces.append(own[0] if len(own) == 1 else self.writer.emit(_joined, own, equation))
+            wanted = rows_shape(shape, part.rows)
+            is_it = len(own) == 1 and _type_of(own[0], self.writer.avals).shape == wanted
+            pieces.append(
+                own[0] if is_it else self.writer.emit(_stacked, own, equation, shape=wanted)
+            )
         self.pieces[equation.results[0]] = pieces
         return True
 
+    def operands_of_rows(self, equation: Equation, depth: int) -> list[tuple[Operand, int]] | None:
+        """What is put together, in order, each with the number of its rows: of more than one
+        dimension, operands that are rows put together as well, one row each."""
+        if equation.name != "concatenate" or equation.params["dimension"] != 0:
+            return None
+        avals = self.program.avals
+        if depth == 1:
+            return [(operand, _shape(operand, avals)[0]) for operand in equation.operands]
+        found: list[tuple[Operand, int]] = []
+        for operand in equation.operands:
+            row = self.maker.get(operand) if isinstance(operand, int) else None
+            if row is None or not _is_one_row(row, avals):
+                return None
+            inside = self.maker.get(row.inputs[0])
+            own = None if inside is None else self.operands_of_rows(inside, depth - 1)
+            if own is None:
+                return None
+            found += own
+        return found
+
     def slice(self, equation: Equation) -> bool:
         """A slice of rows that are all in one part."""
-        rows = _sliced_rows(equation, self.program.avals)
         (value, *_) = equation.operands or (None,)
-        if rows is None or not isinstance(value, int) or value not in self.pieces:
+        if not isinstance(value, int) or value not in self.pieces:
+            return False
+        depth = _depth(self.parts[value])
+        rows = _sliced_rows(equation, depth)
+        if rows is None:
             return False
         for part, piece in zip(self.parts[value], self.pieces[value], strict=True):
-            first, last = part.rows
-            if first <= rows[0] and rows[1] <= last:
+            both = list(zip(rows, part.rows, strict=True))
+            if all(first <= start and end <= last for (start, end), (first, last) in both):
                 params = dict(equation.params)
-                for key, row in (("start_indices", rows[0]), ("limit_indices", rows[1])):
-                    params[key] = (row - first, *params[key][1:])
+                for key, own in (("start_indices", 0), ("limit_indices", 1)):
+                    moved = (row[own] - first for row, (first, _) in both)
+                    params[key] = (*moved, *params[key][depth:])
                 self.writer.equations.append(replace(equation, operands=(piece,), params=params))
                 self.is_whole.update(equation.results)
                 return True
@@ -501,7 +587,7 @@ class _Splitter:
         (value,), (result,) = equation.operands, equation.results
         if not isinstance(value, int) or value not in self.pieces:  # some constants have no hash
             return False
-        if 0 not in equation.params["axes"]:
+        if not set(range(_depth(self.parts[value]))) <= set(equation.params["axes"]):
             return False
         aval = self.program.avals[result]
         partial: list[Operand] = []
@@ -517,15 +603,22 @@ class _Splitter:
         return True
 
 
+def _is_one_row(equation: Equation, avals: Sequence[ShapedArray]) -> bool:
+    """Whether the result is the operand as an array of one row."""
+    if equation.name not in ("broadcast_in_dim", "reshape") or not equation.inputs:
+        return False
+    return _shape(equation.results[0], avals) == (1, *_shape(equation.operands[0], avals))
+
+
 def _params_for(equation: Equation, rows: Rows) -> dict[str, Any]:
     """The equation's parameters for a part of its result."""
-    params, size = dict(equation.params), rows[1] - rows[0]
+    params = dict(equation.params)
     key = {
         "broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes",
         "slice": "limit_indices",
     }.get(equation.name)  # fmt: skip
     if key is not None:
-        params[key] = (size, *params[key][1:])
+        params[key] = rows_shape(params[key], rows)
     return params
 
 
@@ -533,10 +626,17 @@ def _type_of(operand: Operand, avals: Sequence[ShapedArray]) -> ShapedArray:
     return operand.aval if isinstance(operand, Constant) else avals[operand]
 
 
-def _joined(*parts: Array) -> Array:
-    return lax.concatenate(parts, 0)
+def _joined(*parts: Array, rows: tuple[Rows, ...]) -> Array:
+    return join_rows(parts, rows, lax.concatenate)
 
 
-def taken_rows(whole: Array, *, start: int, stop: int) -> Array:
+def _stacked(*rows: Array, shape: tuple[int, ...]) -> Array:
+    return lax.reshape(lax.concatenate(rows, 0), shape)
+
+
+def taken_rows(whole: Array, *, rows: Rows) -> Array:
     """Rows of an array."""
-    return lax.slice_in_dim(whole, start, stop)
+    inner = whole.shape[len(rows) :]
+    return lax.slice(
+        whole, (*first_row(rows), *[0] * len(inner)), (*(end for _, end in rows), *inner)
+    )

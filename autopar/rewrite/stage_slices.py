@@ -16,11 +16,12 @@ from types import MappingProxyType
 
 from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program, values_in
+from autopar.ir.rows import Rows
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, LoopLayers
 from autopar.rewrite.residuals import choose_residuals
 from autopar.rewrite.slices_inside import with_slices_inside
-from autopar.rewrite.split_stacks import Rows, SplitStep, Stacks, split_stacks
+from autopar.rewrite.split_stacks import SplitStep, Stacks, split_stacks
 from autopar.rewrite.split_sums import split_sums
 from autopar.rewrite.stage_placement import StagePlacement, place_stages
 

@@ -108,7 +108,12 @@ def _is_over_layers(scan: Equation, persistent: Collection[int]) -> bool:
         read = equation.inputs
         if products(equation) and not moving.isdisjoint(read) and not weights.isdisjoint(read):
             return True
-        if not moving.isdisjoint(read):
+        if equation.name == "optimization_barrier":
+            for operand, result in zip(equation.operands, equation.results, strict=True):
+                for made in (moving, weights, shared):
+                    if operand in made:
+                        made.add(result)
+        elif not moving.isdisjoint(read):
             moving.update(equation.results)
         elif all(o in weights or o in shared for o in read):
             made = weights if not weights.isdisjoint(read) else shared
@@ -136,6 +141,7 @@ class _Unroller:
         self.chosen = chosen
         self.writer = ProgramWriter()
         self.env: Env = {}
+        self.maker = {r: e for e in program.equations for r in e.results}
         self.trip_slices: dict[int, list[Operand]] = {}  # stack -> the slice each trip made
         self.rows: dict[int, Operand] = {}  # array with one row -> that row
         self.stacked: dict[int, list[Operand]] = {}  # stack -> the rows the user stacked
@@ -272,15 +278,36 @@ class _Unroller:
     def slice(self, stack: Operand, trip: int, like: Equation) -> Operand:
         """A trip's slice of a stack, one equation for all trips that read it."""
         if not isinstance(stack, int):
-            return self.writer.emit(_index, [stack], like, index=trip)
+            return self.writer.emit(_indices, [stack], like, indices=(trip,))
         if stack in self.trip_slices:
             return self.trip_slices[stack][trip]
         if stack in self.stacked:
             return self.stacked[stack][trip]
         if (stack, trip) not in self.slices:
-            taken = self.writer.emit(_index, [self.env[stack]], like, index=trip)
+            array, trips = self.trips_taken(stack)
+            taken = self.writer.emit(_indices, [self.env[array]], like, indices=(*trips, trip))
             self.slices[stack, trip] = taken
         return self.slices[stack, trip]
+
+    def trips_taken(self, value: int) -> tuple[int, tuple[int, ...]]:
+        """(an array, the trips of outer scans that take the value from it): a slice of a slice is
+        one of both dimensions."""
+        squeeze = self.maker.get(value)
+        if squeeze is None or squeeze.name != "squeeze":
+            return value, ()
+        taken = self.maker.get(squeeze.inputs[0]) if squeeze.inputs else None
+        if taken is None or taken.name != "slice" or not taken.inputs:
+            return value, ()
+        shape = self.program.avals[taken.inputs[0]].shape
+        depth = len(squeeze.params["dimensions"])
+        starts, limits = taken.params["start_indices"], taken.params["limit_indices"]
+        is_trip = (
+            tuple(squeeze.params["dimensions"]) == tuple(range(depth))
+            and not any(starts[depth:])
+            and tuple(limits) == (*(start + 1 for start in starts[:depth]), *shape[depth:])
+            and taken.params["strides"] is None
+        )
+        return (taken.inputs[0], tuple(starts[:depth])) if is_trip else (value, ())
 
     def shield(self, env: Env, values: list[int], like: Equation) -> None:
         """Puts a barrier in front of a backward trip's recomputation: a loop needs none, but
@@ -335,8 +362,10 @@ def _is_unshielded(body: Program) -> bool:
     return not barrier and any("rematted_computation" in e.scope for e in body.equations)
 
 
-def _index(stack: Array, *, index: int) -> Array:
-    return lax.index_in_dim(stack, index, keepdims=False)
+def _indices(stack: Array, *, indices: tuple[int, ...]) -> Array:
+    rest = stack.shape[len(indices) :]
+    starts, limits = (*indices, *[0] * len(rest)), (*(i + 1 for i in indices), *rest)
+    return lax.squeeze(lax.slice(stack, starts, limits), range(len(indices)))
 
 
 def _stacked(*slices: Array) -> Array:

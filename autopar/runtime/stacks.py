@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
+from autopar.ir.rows import Rows, join_rows, rows_grid, take_rows
 from autopar.runtime.remote.arrays import DistributedArray, MeshPlace, deleted_error
 
-STAGES = "stages"  # the axis over stages
-Rows = tuple[int, int]  # of the first dimension, half-open
+STAGES = "stages"  # the axis over stages; of a scan of scans `stages_1` is the second
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StackedArray(DistributedArray):
     __slots__ = ("parts", "sharding")
 
     def __init__(self, parts: Sequence[jax.Array], sharding: RowShardings) -> None:
-        first, shape = parts[0], (sharding.rows[-1][1], *parts[0].shape[1:])
+        first, shape = parts[0], _whole_shape(parts[0].shape, sharding.rows)
         super().__init__(None, shape, first.dtype, first.weak_type, ())
         self.parts = tuple(parts)
         self.sharding = sharding
@@ -84,7 +84,8 @@ class StackedArray(DistributedArray):
     def _raw(self) -> np.ndarray:
         if self.is_deleted():
             raise deleted_error(self)
-        return np.concatenate([np.asarray(part) for part in self.parts])
+        arrays = [np.asarray(part) for part in self.parts]
+        return join_rows(arrays, self.sharding.rows, np.concatenate)
 
 
 def stack_sharding(
@@ -94,15 +95,28 @@ def stack_sharding(
     first = parts[0]
     kinds = {(one.mesh.axis_names, _grid(one).shape, one.spec) for one in parts}
     devices = [device for one in parts for device in _grid(one).flat]
-    are_even = len({end - start for start, end in rows}) == 1
-    if len(kinds) > 1 or len(set(devices)) < len(devices) or not are_even:
+    counts = rows_grid(rows)
+    if len(kinds) > 1 or len(set(devices)) < len(devices) or counts is None:
         return RowShardings(tuple(rows), tuple(parts))
-    mesh = _jax.fresh_mesh(
-        np.stack([_grid(one) for one in parts]), (STAGES, *first.mesh.axis_names)
-    )
-    dim, *rest = (*first.spec, *[None] * (not first.spec))
+    names = (STAGES, *(f"{STAGES}_{dim}" for dim in range(1, len(counts))))
+    grid = np.stack([_grid(one) for one in parts])
+    grid = grid.reshape(*counts, *grid.shape[1:])
+    mesh = _jax.fresh_mesh(grid, (*names, *first.mesh.axis_names))
+    spec = (*first.spec, *[None] * (len(counts) - len(first.spec)))
+    split = [_with_axis(name, dim) for name, dim in zip(names, spec, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*split, *spec[len(counts) :]))
+
+
+def _with_axis(name: str, dim: str | tuple[str, ...] | None) -> str | tuple[str, ...]:
+    """A dimension that is split over another axis first."""
     inner = () if dim is None else dim if isinstance(dim, tuple) else (dim,)
-    return NamedSharding(mesh, PartitionSpec((STAGES, *inner) if inner else STAGES, *rest))
+    return (name, *inner) if inner else name
+
+
+def _whole_shape(part: Sequence[int], rows: Sequence[Rows]) -> tuple[int, ...]:
+    """The shape of a stack, of the shape of one of its parts and the rows of all."""
+    last = rows[-1]
+    return (*(end for _, end in last), *part[len(last) :])
 
 
 def _grid(sharding: NamedSharding) -> np.ndarray:
@@ -117,7 +131,9 @@ def take_apart(
     """The rows of each stage, of a stack that has the sharding of these parts."""
     if isinstance(stack, StackedArray):
         return stack.parts
-    shape = (stack.shape[0] // len(parts), *stack.shape[1:])
+    counts = _parts_by_dim(stack.sharding)
+    split = zip(stack.shape, counts, strict=False)
+    shape = (*(size // count for size, count in split), *stack.shape[len(counts) :])
     data = {shard.device: shard.data for shard in stack.addressable_shards}
     return [
         jax.make_array_from_single_device_arrays(
@@ -127,13 +143,21 @@ def take_apart(
     ]
 
 
+def _parts_by_dim(sharding: Any) -> tuple[int, ...]:
+    """How many stages there are along each leading dimension."""
+    mesh = sharding.mesh
+    return tuple(mesh.shape[name] for name in mesh.axis_names if name.startswith(STAGES))
+
+
 def put_together(
     parts: Sequence[jax.Array], sharding: NamedSharding | RowShardings
 ) -> jax.Array | StackedArray:
     """The whole stack, of the rows of each stage, in order."""
     if isinstance(sharding, RowShardings):
         return StackedArray(parts, sharding)
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    counts, own = _parts_by_dim(sharding), parts[0].shape
+    split = zip(own, counts, strict=False)
+    shape = (*(size * count for size, count in split), *own[len(counts) :])
     shards = [shard.data for part in parts for shard in part.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
@@ -144,5 +168,5 @@ def put_stack(stack: Any, sharding: Any) -> Any:
         stack = stack.fetch()
     if not isinstance(sharding, RowShardings):
         return jax.device_put(stack, sharding)
-    rows = [stack[start:end] for start, end in sharding.rows]
+    rows = [take_rows(stack, one) for one in sharding.rows]
     return StackedArray(jax.device_put(rows, list(sharding.parts)), sharding)

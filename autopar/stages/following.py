@@ -23,6 +23,7 @@ from autopar.ir.host_memory import HostMemory
 from autopar.ir.layering import BY_ARGUMENTS, PER_STAGE_OUTPUTS, Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
+from autopar.ir.rows import Rows
 from autopar.ir.spec import num_shards
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
@@ -295,31 +296,47 @@ def _make_on_stages(
     made, stages = [], []
     for number in used:
         stage = plan.stages[number]
-        positions = [o for o, holders in enumerate(held) if number in holders]
-        rows = [tensors[o].rows()[held[o].index(number)] for o in positions]
+        positions, rows = _results_on(number, tensors)
         mesh = mesh_of_cluster(submesh_cluster(cluster, stage.submesh), stage.mesh_shape)
         assert stage.plan is not None
         mesh = replace(mesh, axis_names=stage.plan.axis_names)
-        specs = [plan.held_specs(tensors[o])[held[o].index(number)] for o in positions]
+        specs = [
+            spec
+            for o, holders in enumerate(held)
+            for holder, spec in zip(holders, plan.held_specs(tensors[o]), strict=True)
+            if holder == number
+        ]
         method = PlacedParallel("CreateStateParallel", mesh, out_specs=tuple(specs))
         results = only_results(step, positions, rows)
         made.append(plan_mesh(ShardingTask(results, cluster, method), log))
         stages.append(stage)
-    owners = [tuple(map(used.index, holders)) for holders in held]
+    owners = [(tuple(map(used.index, tensor.holders())), tensor.rows()) for tensor in tensors]
     whole = _made_plan(step, [planned.plan for planned in made], stages, owners, cluster, log)
     return PlannedStep(step, whole, made=tuple(made))
+
+
+def _results_on(number: int, tensors: Sequence[Tensor]) -> tuple[list[int], list[Rows | None]]:
+    """The results that a stage makes, by position, and their rows."""
+    made = [
+        (position, rows)
+        for position, tensor in enumerate(tensors)
+        for stage, rows in zip(tensor.holders(), tensor.rows(), strict=True)
+        if stage == number
+    ]
+    return [position for position, _ in made], [rows for _, rows in made]
 
 
 def _made_plan(
     step: TracedStep,
     plans: Sequence[ParallelPlan],
     stages: Sequence[StagePlan],
-    owners: Sequence[tuple[int, ...]],
+    owners: Sequence[tuple[tuple[int, ...], tuple[Rows | None, ...]]],
     cluster: ClusterSpec,
     log: PlanningLog,
 ) -> ParallelPlan:
     """The plan of a function of which each stage makes some results. `stages`: those of training;
-    `owners`: the stages of every result, several for a stack of which each makes its rows."""
+    `owners`: the stages of every result, several for a stack of which each makes its rows, and
+    these rows."""
     meshes = list(dict.fromkeys(stage.mesh for stage in stages))
     made = [
         StagePlan(
@@ -335,11 +352,12 @@ def _made_plan(
     ]
     outputs = [iter(plan.outputs) for plan in plans]
     tensors = []
-    for own in owners:
+    for own, rows in owners:
         parts = [replace(next(outputs[s]), stages=(s,)) for s in own]
         shapes = [plans[s].mesh_shape for s in own]
-        is_whole = len(parts) == 1
-        tensors.append(parts[0] if is_whole else joined(parts, [made[s].mesh for s in own], shapes))
+        boxes = [box for box in rows if box is not None]
+        on = [made[s].mesh for s in own]
+        tensors.append(joined(parts, boxes, on, shapes) if boxes else parts[0])
     everywhere = tuple(range(len(plans)))
     decision = PipelineDecision(
         inputs=[replace(tensor, stages=everywhere) for tensor in plans[0].inputs],
@@ -365,9 +383,7 @@ def bind_made(plan: ParallelPlan, step: TracedStep, cluster: ClusterSpec) -> Pla
     bound = bind_plan(plan, step)
     made, stages = [], []
     for number, stage in enumerate(plan.stages):
-        held = [tensor.holders() for tensor in plan.outputs]
-        positions = [o for o, holders in enumerate(held) if number in holders]
-        rows = [plan.outputs[o].rows()[held[o].index(number)] for o in positions]
+        positions, rows = _results_on(number, plan.outputs)
         assert stage.plan is not None
         results = only_results(step, positions, rows)
         stage_plan = bind_plan(stage.plan, results)

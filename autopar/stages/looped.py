@@ -19,6 +19,7 @@ from autopar.errors import TraceError
 from autopar.ir.layering import Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.program import Program
+from autopar.ir.rows import num_rows
 from autopar.ir.stages import Submesh
 from autopar.ir.traced_step import TracedStep
 from autopar.methods import AutoLayers, ManualLayers
@@ -89,7 +90,7 @@ class LoopedStep:
             if rows is not None:
                 ends = courses.setdefault(argument, [0] * (len(self.layers) + 1))
                 for later in range(split.owners[position] + 1, len(ends)):
-                    ends[later] += rows[1] - rows[0]
+                    ends[later] += num_rows(rows)
         return tuple(dict.fromkeys(map(tuple, courses.values())))
 
     @property

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import is_one_array
+from autopar.ir.rows import Rows
 from autopar.lower.schedules import in_flight_bound
 from autopar.methods import ShardingOptions
 from autopar.progress import Progress
@@ -173,16 +174,16 @@ def _shared_stacks(
 ) -> set[int]:
     """Inputs that are stacks over layers, split over stages so much alike that they can be one
     array."""
-    parts: dict[int, list[tuple[int, int]]] = {}  # input -> (number of rows, stage)
+    parts: dict[int, list[tuple[Rows, int]]] = {}  # input -> (rows, stage)
     for k, cut in enumerate(sliced.stages):
         for i, rows in zip(cut.inputs, cut.input_rows, strict=True):
             if rows is not None:
-                parts.setdefault(i, []).append((rows[1] - rows[0], k))
+                parts.setdefault(i, []).append((rows, k))
     shared = set()
     for i, held in parts.items():
-        split, stages = zip(*held, strict=True)
+        rows, stages = zip(*held, strict=True)
         shapes = [(*specs[k].submesh, *(specs[k].mesh_shape or ())) for k in stages]
-        if is_one_array(split, [stage_mesh[k] for k in stages], shapes):
+        if is_one_array(rows, [stage_mesh[k] for k in stages], shapes):
             shared.add(i)
     return shared
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from jax.sharding import PartitionSpec
 
 from autopar.ir.plan import ParallelPlan, Tensor, is_one_array
-from autopar.rewrite.split_stacks import Parts, Rows, StackPart
+from autopar.ir.rows import Rows, num_rows
+from autopar.rewrite.split_stacks import Parts, StackPart
 from autopar.stages.solve_stages import SolvedStages
 
 
@@ -39,24 +40,28 @@ def _whole_tensor(stages: SolvedStages, held: Sequence[tuple[Rows | None, Tensor
     if rows is None:
         assert not others, f"{tensor.path} is on several stages"
         return tensor
-    in_order = [tensor for _, tensor in sorted(held, key=lambda one: one[0] or (0, 0))]
+    in_order = [tensor for _, tensor in sorted(held, key=lambda one: one[0] or ())]
     plans = [stages.solved[t.stages[0]].plan for t in in_order]
     meshes = [stages.stage_mesh[t.stages[0]] for t in in_order]
-    return joined(in_order, meshes, [plan.mesh_shape for plan in plans])
+    in_rows = sorted(rows for rows, _ in held if rows is not None)
+    return joined(in_order, in_rows, meshes, [plan.mesh_shape for plan in plans])
 
 
 def joined(
-    parts: Sequence[Tensor], meshes: Sequence[int], mesh_shapes: Sequence[tuple[int, ...]]
+    parts: Sequence[Tensor],
+    rows: Sequence[Rows],
+    meshes: Sequence[int],
+    mesh_shapes: Sequence[tuple[int, ...]],
 ) -> Tensor:
     """A stack, of the tensors of its stages in the order of their rows, and each one's mesh."""
-    split = tuple(part.shape[0] for part in parts)
     layouts = tuple(part.layout for part in parts)
-    is_one = is_one_array(split, meshes, mesh_shapes) and len(set(layouts)) == 1
+    is_one = is_one_array(rows, meshes, mesh_shapes) and len(set(layouts)) == 1
+    last = rows[-1]
     return replace(
         parts[0],
-        shape=(sum(split), *parts[0].shape[1:]),
+        shape=(*(end for _, end in last), *parts[0].shape[len(last) :]),
         stages=tuple(part.stages[0] for part in parts),
-        split=split,
+        split=tuple(map(num_rows, rows)),
         layouts=None if is_one else layouts,
     )
 

@@ -114,9 +114,17 @@ def scanned_gpt() -> Any:
 
 
 def scanned_step(state, batch):
+    """Scans over layers, as many inside one another as the weights say."""
+
+    def run(x, w):
+        return (
+            jnp.tanh(x @ w)
+            if w.ndim == 2
+            else jax.lax.scan(lambda x, w: (run(x, w), None), x, w)[0]
+        )
+
     def loss_of(weights):
-        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)[0]
-        return ((x - batch["y"]) ** 2).mean()
+        return ((run(batch["x"], weights) - batch["y"]) ** 2).mean()
 
     loss, grads = jax.value_and_grad(loss_of)(state["w"])
     return {"w": state["w"] - 0.1 * grads}, loss
@@ -125,9 +133,19 @@ def scanned_step(state, batch):
 def scanned() -> Any:
     """Each process holds the rows of its stage, two of three or one; all read the whole stack, and
     another plan takes it over, as it is or from a checkpoint."""
-    state = {"w": normal(0, 3, WIDTH, WIDTH)}
+    return _scanned("scanned", normal(0, 3, WIDTH, WIDTH), [[0, 1], [2]], [[0], [1, 2]])
+
+
+def scans_of_scans() -> Any:
+    """The same, where a stage has layers of two outer trips."""
+    layers = [[0, 1, 2], [3]], [[0], [1, 2, 3]]
+    return _scanned("scans_of_scans", normal(0, 2, 2, WIDTH, WIDTH), *layers)
+
+
+def _scanned(name: str, weights: Any, *stages: list[list[int]]) -> Any:
+    state = {"w": weights}
     batches = [deep_batch(n) for n in range(NUM_STEPS)]
-    folder = Path(os.environ["CHECKPOINTS"]) / "scanned"
+    folder = Path(os.environ["CHECKPOINTS"]) / name
     step, other = (
         autopar.parallelize(
             scanned_step,
@@ -135,7 +153,7 @@ def scanned() -> Any:
                 4, stages=autopar.ManualStages(layers, [(1, 2), (1, 2)])
             ),
         )
-        for layers in ([[0, 1], [2]], [[0], [1, 2]])
+        for layers in stages
     )
     held, losses = state, []
     for batch in batches:

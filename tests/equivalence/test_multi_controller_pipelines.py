@@ -23,6 +23,7 @@ SCENARIOS = [
     "two_stages",
     "four_stages",
     "scanned",
+    "scans_of_scans",
     "by_default",
     "across_processes",
     "with_loader_and_created_state",
@@ -87,11 +88,18 @@ def test_arrays_that_span_processes_are_planned_on_one_mesh(four):
 
 
 @pytest.mark.ci
-def test_rows_of_stacked_parameters_are_where_their_layers_run(four):
-    assert_as_on_one_device(four, "scanned")
+@pytest.mark.parametrize(
+    ("scenario", "rows"),
+    [
+        ("scanned", [[[0, 2]], [[2, 3]]]),
+        ("scans_of_scans", [[[0, 1], [0, 2]], [[1, 2], [0, 1]], [[1, 2], [1, 2]]]),
+    ],
+)
+def test_rows_of_stacked_parameters_are_where_their_layers_run(four, scenario, rows):
+    assert_as_on_one_device(four, scenario)
     for own in four:
-        found = own["scanned"]
-        assert found["rows"] == [[0, 2], [2, 3]]
+        found = own[scenario]
+        assert found["rows"] == rows
         np.testing.assert_allclose(found["moved"], [found["after"]] * 2, rtol=2e-5)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.ir.pipeline import Run
+from autopar.ir.rows import num_rows
 from autopar.ir.schedule import SCHEDULES
 from tests.equivalence.pipelines import assert_equal, check, own_buffers
 from tests.equivalence.pipelines import batch_of as stack_batch
@@ -25,6 +26,7 @@ from tests.equivalence.test_models import (
     batch_of,
     reference,
 )
+from tests.equivalence.test_nested_stacks import NESTED
 from tests.equivalence.test_stacks import UNLIKE, splits, stacked, state_of, step_of
 from tests.ray.kills import Nodes
 from tests.ray.training import fetched
@@ -105,18 +107,24 @@ def test_pipeline_on_ray_equals_jit(name: str, stages: str, schedule: str) -> No
         assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
 
 
-@pytest.mark.parametrize("name", ["odd", "shared"])
+@pytest.mark.parametrize("name", ["odd", "shared", "scans of scans"])
 def test_rows_of_stacked_parameters_are_where_their_layers_run(name: str, tmp_path: Path) -> None:
-    num, method, rows = UNLIKE[name]
     optimizer = optax.adam(1e-2)
-    step, first = step_of(optimizer), state_of(optimizer, stacked(num))
-    parallel = check(step, first, method())
+    if name in UNLIKE:
+        num, of_stages, rows = UNLIKE[name]
+        method = of_stages()
+        step, first = step_of(optimizer), state_of(optimizer, stacked(num))
+    else:
+        loss, params, _, rows, _ = NESTED["2x3 on 3"]
+        stages = autopar.ManualStages([[0, 1], [2, 3], [4, 5]], list(UNEQUAL))
+        method = autopar.PipeshardParallel(2, stages=stages)
+        step, first = step_of(optimizer, loss), state_of(optimizer, params())
+    parallel = check(step, first, method)
     assert set(splits(parallel.last_executable.plan).values()) == {rows}
     state, _ = parallel(own_buffers(first), stack_batch(0))
     want, _ = jax.jit(step)(first, stack_batch(0))
     after, _ = jax.jit(step)(want, stack_batch(1))
-    ends = [copy.rows for copy in state["params"]["w"].copies]
-    assert [end - start for start, end in ends] == list(rows)
+    assert [num_rows(copy.rows) for copy in state["params"]["w"].copies] == list(rows)
     autopar.save_checkpoint(tmp_path, state, 1)
     restored = autopar.restore_checkpoint(tmp_path, parallel)
     assert_equal(fetched(restored), want)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from autopar.ir.rows import Rows, first_row, rows_shape
 from autopar.runtime.checkpoints.format import SCALARS, Entry, Manifest, RowsFrom
 from autopar.runtime.checkpoints.objects import Location
 from autopar.runtime.checkpoints.read import read_arrays, read_numpy
@@ -131,9 +132,9 @@ class StackBackend:
         self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
         arrays = [
-            (key, RowsFrom(start, part))
+            (key, RowsFrom(first_row(rows), part))
             for key, leaf in leaves
-            for (start, _), part in zip(leaf.sharding.rows, leaf.parts, strict=True)
+            for rows, part in zip(leaf.sharding.rows, leaf.parts, strict=True)
         ]
         parts = snapshot(arrays) if background else own_parts(arrays)
         return lambda: write_parts(folder, "stacks", parts)
@@ -141,12 +142,12 @@ class StackBackend:
     def restore_leaves(
         self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
-        rows = [
-            (key, RowsFrom(start, _rows_at(place, end - start, part)))
+        types = [
+            (key, RowsFrom(first_row(rows), _rows_at(place, rows, part)))
             for key, place in wanted
-            for (start, end), part in zip(place.sharding.rows, place.sharding.parts, strict=True)
+            for rows, part in zip(place.sharding.rows, place.sharding.parts, strict=True)
         ]
-        parts = iter(read_arrays(folder, manifest, rows))
+        parts = iter(read_arrays(folder, manifest, types))
         return [
             StackedArray([next(parts) for _ in place.sharding.parts], place.sharding)
             for _, place in wanted
@@ -158,8 +159,8 @@ class StackBackend:
         return StackPlace(leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type)
 
 
-def _rows_at(place: StackPlace, num_rows: int, sharding: Any) -> jax.ShapeDtypeStruct:
-    shape = (num_rows, *place.shape[1:])
+def _rows_at(place: StackPlace, rows: Rows, sharding: Any) -> jax.ShapeDtypeStruct:
+    shape = rows_shape(place.shape, rows)
     return jax.ShapeDtypeStruct(shape, place.dtype, sharding=sharding, weak_type=place.weak_type)
 
 

@@ -270,7 +270,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 @dataclass(frozen=True)
 class RowsFrom:
-    """An array, or its type, that is rows of a leaf, from the `first` on."""
+    """An array, or its type, that is rows of a leaf, from `first` on, per leading dimension."""
 
-    first: int
+    first: tuple[int, ...]
     array: Any

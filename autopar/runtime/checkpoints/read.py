@@ -52,7 +52,7 @@ def read_arrays(
     leaves = {leaf.key: leaf for leaf in manifest.leaves}
     types = [like.array if isinstance(like, RowsFrom) else like for _, like in wanted]
     jobs = [
-        replace(_job(leaves[key], type_), first_row=getattr(like, "first", 0))
+        replace(_job(leaves[key], type_), first_row=getattr(like, "first", ()))
         for (key, like), type_ in zip(wanted, types, strict=True)
     ]
     return [
@@ -86,7 +86,7 @@ class _Job:
     shape: tuple[int, ...]
     sharding: Sharding | None
     dtype: Any = None  # of a Python number, as an array
-    first_row: int = 0  # of the leaf, that is the array's
+    first_row: tuple[int, ...] = ()  # of the leaf, that is the array's
 
     def boxes(self) -> dict[Any, Box]:
         """The box of each device of this process; without a sharding, None has the whole array."""

@@ -44,7 +44,7 @@ def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
     """The shards that this process writes; nothing is copied."""
     parts = []
     for key, array in arrays:
-        first_row = 0
+        first_row: tuple[int, ...] = ()
         if isinstance(array, RowsFrom):
             first_row, array = array.first, array.array
         if not isinstance(array, jax.Array):

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.errors import ArgumentError, ClusterError
 from autopar.ir.remote import ShardedType
+from autopar.ir.rows import take_rows
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.ranks.process_cluster import ProcessCluster
 from autopar.runtime.ranks.process_replies import read_key
@@ -107,7 +108,7 @@ class ProcessSession(RemoteSession):
     def _fetch_together(self, array: DistributedArray) -> np.ndarray:
         value = empty_value(array)
         for copy in array.held():
-            rows = value if copy.rows is None else value[slice(*copy.rows)]
+            rows = value if copy.rows is None else take_rows(value, copy.rows)
             self._fetch_copy(array, copy, rows)
         return value
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from autopar import _jax
 from autopar.errors import ArgumentError
 from autopar.ir.remote import ShardedType
+from autopar.ir.rows import Rows, first_row
 from autopar.ir.spec import to_partition_spec
 from autopar.runtime.remote.mesh import RemoteMesh
 
@@ -51,11 +52,12 @@ class Copy(NamedTuple):
     mesh: RemoteMesh
     number: int
     type: ShardedType
-    rows: tuple[int, int] | None = None
+    rows: Rows | None = None
 
     @property
-    def first_row(self) -> int:
-        return 0 if self.rows is None else self.rows[0]
+    def first_row(self) -> tuple[int, ...]:
+        """Where its rows start, per leading dimension."""
+        return () if self.rows is None else first_row(self.rows)
 
 
 class ArrayOwner(Protocol):

@@ -244,8 +244,8 @@ class Executor:
 
     # -- checkpoints
 
-    def save(self, folder: str, items: Sequence[tuple[str, int, int]]) -> Later:
-        """Write this worker's shards of arrays, (key, array, its first row in the leaf), in the
+    def save(self, folder: str, items: Sequence[tuple[str, int, tuple[int, ...]]]) -> Later:
+        """Write this worker's shards of arrays, (key, array, where it starts in the leaf), in the
         background: when the command returns, the arrays may be used up. Answers where each shard
         was written."""
         shards = snapshot(
@@ -254,9 +254,11 @@ class Executor:
         self._check_transfers()
         return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", shards))
 
-    def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType, int]]) -> None:
-        """Read the shards of this worker's devices: (key, array, its type, its first row in the
-        leaf)."""
+    def restore(
+        self, folder: str, items: Sequence[tuple[str, int, ShardedType, tuple[int, ...]]]
+    ) -> None:
+        """Read the shards of this worker's devices: (key, array, its type, where it
+        starts in the leaf)."""
         manifest = read_manifest(location(folder))
         wanted = [
             (key, RowsFrom(first_row, struct_of(type_, self._devices)))

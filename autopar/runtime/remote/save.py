@@ -14,6 +14,7 @@ import numpy as np
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import ShardedType
+from autopar.ir.rows import Rows, rows_shape
 from autopar.runtime.checkpoints.backends import register_backend
 from autopar.runtime.checkpoints.format import Entry, Manifest
 from autopar.runtime.checkpoints.leaves import key_data_type
@@ -28,7 +29,7 @@ _LIMIT_S = 24 * 3600.0  # the loss of a worker is noticed long before
 class PlacePart(NamedTuple):
     mesh: RemoteMesh
     type: ShardedType
-    rows: tuple[int, int] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RemoteBackend:
     def save_leaves(
         self, folder: Location, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
-        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, int]]]] = {}
+        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, tuple[int, ...]]]]] = {}
         for key, leaf in leaves:
             for copy in leaf.held():
                 items = by_mesh.setdefault(id(copy.mesh), (copy.mesh, []))[1]
@@ -64,7 +65,9 @@ class RemoteBackend:
     def restore_leaves(
         self, folder: Location, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
-        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, ShardedType, int]]]] = {}
+        by_mesh: dict[
+            int, tuple[RemoteMesh, list[tuple[str, int, ShardedType, tuple[int, ...]]]]
+        ] = {}
         restored: list[DistributedArray] = []
         replies: list[Any] = []
         session: RemoteSession = wanted[0][1].session
@@ -113,7 +116,7 @@ def input_places(
             numbers = stage.devices if stage.plan else tuple(range(plan.num_devices))
             mesh = meshes[sorted(by_mesh).index(stage.mesh)]
             grid = tuple(mesh.devices.index(device) for device in numbers)
-            shape = raw_shape if rows is None else (rows[1] - rows[0], *raw_shape[1:])
+            shape = raw_shape if rows is None else rows_shape(raw_shape, rows)
             type_ = ShardedType(
                 shape,
                 raw_dtype,

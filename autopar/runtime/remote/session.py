@@ -419,7 +419,8 @@ def same_shards(one: ShardedType, other: ShardedType) -> bool:
 def empty_value(array: DistributedArray) -> np.ndarray:
     """Room for an array's raw value."""
     type_ = array.first().type
-    shape = (array.shape[0], *type_.shape[1:]) if array.is_in_parts else type_.shape
+    depth = len(array.first().first_row)
+    shape = (*array.shape[:depth], *type_.shape[depth:])
     return np.empty(shape, type_.dtype)
 
 

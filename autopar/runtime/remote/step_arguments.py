@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.remote import BoundBuffer, ShardedType
+from autopar.ir.rows import Rows, take_rows
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.mesh import RemoteMesh
@@ -139,8 +140,8 @@ def _copy_on(copies: Sequence[Copy], mesh: RemoteMesh, argument: BoundBuffer) ->
     return None
 
 
-def rows_of(value: Any, rows: tuple[int, int] | None) -> Any:
+def rows_of(value: Any, rows: Rows | None) -> Any:
     """Rows of a value; None for all."""
     if rows is None:
         return value
-    return (np.asarray(value) if isinstance(value, DistributedArray) else value)[slice(*rows)]
+    return take_rows(np.asarray(value) if isinstance(value, DistributedArray) else value, rows)

@@ -12,6 +12,7 @@ import pytest
 from jax import Array
 
 from autopar.ir.program import Program
+from autopar.ir.rows import join_rows, take_rows
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import attach_layers, loop_batch
 from autopar.rewrite.layers import find_layers
@@ -121,7 +122,7 @@ def run_scan(equation: Any, operands: list[Any]) -> list[Any]:
 
 def leaves_of(split: SplitStep) -> list[Any]:
     whole = [MOMENT, PARAMS, BATCH]
-    return [whole[i] if rows is None else whole[i][slice(*rows)] for i, rows in split.inputs]
+    return [whole[i] if rows is None else take_rows(whole[i], rows) for i, rows in split.inputs]
 
 
 def joined(split: SplitStep, results: list[Any]) -> list[Any]:
@@ -151,7 +152,7 @@ def test_the_same_is_computed(update: Update) -> None:
 @pytest.mark.parametrize("update", [plain, by_rates])
 def test_parameters_moments_and_results_are_split_alike(update: Update) -> None:
     step, made, _ = split(update)
-    halves = [(0, 2), (2, 4)]
+    halves = [((0, 2),), ((2, 4),)]
     assert made.inputs == (
         (0, halves[0]),
         (0, halves[1]),
@@ -182,7 +183,7 @@ def test_slices_of_parts_are_taken_inside_of_the_loop() -> None:
 
 def test_state_that_couples_layers_stays_whole() -> None:
     _, made, _ = split(sorted_layers)
-    assert made.inputs == ((0, None), (1, (0, 2)), (1, (2, 4)), (2, None))
+    assert made.inputs == ((0, None), (1, ((0, 2),)), (1, ((2, 4),)), (2, None))
 
 
 def test_nothing_is_split_if_no_argument_should_be() -> None:
@@ -192,11 +193,86 @@ def test_nothing_is_split_if_no_argument_should_be() -> None:
 
 def test_parts_that_are_given() -> None:
     """Only these arguments are split, in these parts, whoever reads their rows."""
-    uneven = (StackPart((0, 1), 0), StackPart((1, 4), 1))
+    uneven = (StackPart(((0, 1),), 0), StackPart(((1, 4),), 1))
     _, made, _ = split(plain, {1: uneven})
-    assert made.inputs == ((0, None), (1, (0, 1)), (1, (1, 4)), (2, None))
+    assert made.inputs == ((0, None), (1, ((0, 1),)), (1, ((1, 4),)), (2, None))
     state = {"m": MOMENT, "w": PARAMS}
     want = jax.tree.leaves(jax.jit(step_with(plain))(state, BATCH))
     got = joined(made, run(made.step.program, leaves_of(made)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+# -- scans of scans
+
+OUTER = 2
+
+
+def nested_step(update: Update) -> Callable[[Any, Any], Any]:
+    def step(state: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            inner = lambda x, own: (jnp.tanh(x @ own), None)  # noqa: E731
+            outer = lambda x, own: jax.lax.scan(inner, x, own)[0]  # noqa: E731
+            x, _ = jax.lax.scan(lambda x, own: (outer(x, own), None), batch, w)
+            return jnp.mean(x**2)
+
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        w, moment = update(state["w"], state["m"], grad)
+        return {"w": w, "m": moment}, value
+
+    return step
+
+
+def by_sums_of_trips(w: Array, moment: Array, grad: Array) -> tuple[Array, Array]:
+    """The moment of a layer depends on all layers of its outer trip, so trips are not divided."""
+    moment = moment + jnp.sum(grad**2, axis=1, keepdims=True)
+    return w - 0.1 * grad / jnp.sqrt(moment), moment
+
+
+HALVES = ((0, 1),), ((1, 2),)
+THIRDS = ((0, 1), (0, 2)), ((0, 1), (2, 3)), ((1, 2), (0, 1)), ((1, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("update", "num_stages", "moments", "weights"),
+    [
+        (plain, 2, HALVES, HALVES),
+        (plain, 3, THIRDS, THIRDS),
+        (by_norm, 3, HALVES, THIRDS),
+        (by_sums_of_trips, 2, HALVES, HALVES),
+        (by_sums_of_trips, 3, HALVES, THIRDS),
+    ],
+)
+def test_layers_of_scans_of_scans(
+    update: Update, num_stages: int, moments: Any, weights: Any
+) -> None:
+    """Each stage has the layers that it runs, of whole outer trips or of parts of them; a moment
+    that is made with sums over the layers of a trip is split by trips."""
+    params = jnp.concatenate([PARAMS, PARAMS[:2]]).reshape(OUTER, 3, WIDTH, WIDTH)
+    moment = jnp.ones_like(params)
+    state = {"m": moment, "w": params}
+    function = nested_step(update)
+    source = StepSource.of(function, (state, BATCH), {}, StepOptions())
+    step = source.as_loop(2)
+    assert step.loop is not None
+    loop = step.program.equations[step.loop]
+    layers = find_layers(loop.bodies[0], 6, batch=loop_batch(loop))
+    layer_of = attach_layers(loop.bodies[0], layers).layer_of
+    stage_of = [x if x < 0 else x * num_stages // 6 for x in layer_of]
+    made = split_stacks(step, stage_of, num_stages)
+    assert made.inputs[:-1] == (*((0, rows) for rows in moments), *((1, rows) for rows in weights))
+    assert set(made.owners.values()) == set(range(num_stages))
+    equations = made.step.program.equations
+    shapes = [made.step.program.avals[r].shape for e in equations for r in e.results]
+    if update is plain:
+        assert params.shape not in shapes  # nothing puts a whole stack together
+    whole = [moment, params, BATCH]
+    leaves = [whole[i] if rows is None else take_rows(whole[i], rows) for i, rows in made.inputs]
+    parts: dict[int, list[Any]] = {}
+    for (position, rows), array in zip(made.outputs, run(made.step.program, leaves), strict=True):
+        parts.setdefault(position, []).append((rows, array))
+    want = jax.tree.leaves(jax.jit(function)(state, BATCH))
+    for position, expected in enumerate(want):
+        rows, arrays = zip(*parts[position], strict=True)
+        got = arrays[0] if rows[0] is None else join_rows(arrays, rows, jnp.concatenate)
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)

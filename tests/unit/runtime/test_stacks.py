@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import ArgumentError
+from autopar.ir.rows import take_rows
 from autopar.runtime.arguments import put, without_aliases
 from autopar.runtime.stacks import (
     STAGES,
@@ -21,7 +22,7 @@ from autopar.runtime.stacks import (
 )
 
 WHOLE = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
-HALVES = [(0, 2), (2, 4)]
+HALVES = [((0, 2),), ((2, 4),)]
 
 
 def parts_with(spec: PartitionSpec, num_stages: int = 2) -> list[NamedSharding]:
@@ -53,9 +54,27 @@ def test_there_and_back(spec: PartitionSpec, whole: PartitionSpec) -> None:
     np.testing.assert_array_equal(again, WHOLE)
 
 
+def test_rows_of_two_dimensions_are_one_array() -> None:
+    """The axis over stages has one axis for each: of two outer rows each has two stages."""
+    parts = parts_with(PartitionSpec(None, None, "y"), 4)
+    whole = WHOLE.reshape(2, 4, 6, 4)
+    quarters = [((n, n + 1), (m, m + 2)) for n in range(2) for m in (0, 2)]
+    sharding = stack_sharding(quarters, parts)
+    assert isinstance(sharding, NamedSharding)
+    assert sharding.spec == PartitionSpec(STAGES, f"{STAGES}_1", "y")
+    stack = jax.device_put(whole, sharding)
+    rows = take_apart(stack, parts)
+    for own, part, box in zip(rows, parts, quarters, strict=True):
+        assert own.sharding == part
+        np.testing.assert_array_equal(own, take_rows(whole, box))
+    again = put_together(rows, sharding)
+    assert again.sharding == sharding
+    np.testing.assert_array_equal(again, whole)
+
+
 def test_nothing_is_copied() -> None:
     parts = parts_with(PartitionSpec(None, "y"), 4)
-    quarters = [(n, n + 1) for n in range(4)]
+    quarters = [((n, n + 1),) for n in range(4)]
     stack = jax.device_put(WHOLE, stack_sharding(quarters, parts))
     rows = take_apart(stack, parts)
     pointers = {s.device: s.data.unsafe_buffer_pointer() for s in stack.addressable_shards}
@@ -73,10 +92,14 @@ def on(devices: slice, spec: PartitionSpec) -> NamedSharding:
 # name -> rows and shardings of parts that cannot be one array
 UNLIKE = {
     "layouts": (HALVES, parts_with(PartitionSpec())[:1] + parts_with(PartitionSpec("x"))[1:]),
-    "rows": ([(0, 3), (3, 4)], parts_with(PartitionSpec(None, "y"))),
+    "rows": ([((0, 3),), ((3, 4),)], parts_with(PartitionSpec(None, "y"))),
     "meshes": (
         HALVES,
         [on(slice(0, 2), PartitionSpec("x")), on(slice(2, 6), PartitionSpec(None, None, "x"))],
+    ),
+    "boxes": (
+        [((0, 1), (0, 4)), ((0, 1), (4, 6)), ((1, 4), (0, 6))],
+        [on(slice(n, n + 2), PartitionSpec()) for n in (0, 0, 2)],
     ),
     "shared devices": (HALVES, [on(slice(0, 2), PartitionSpec("x"))] * 2),
 }
@@ -89,12 +112,12 @@ def test_unlike_parts_are_an_array_in_parts(name: str) -> None:
     assert isinstance(sharding, RowShardings)
     stack = put_stack(WHOLE, sharding)
     assert isinstance(stack, StackedArray)
-    for own, part, (start, end) in zip(take_apart(stack, parts), parts, rows, strict=True):
+    for own, part, box in zip(take_apart(stack, parts), parts, rows, strict=True):
         assert own.sharding == part
-        np.testing.assert_array_equal(own, WHOLE[start:end])
+        np.testing.assert_array_equal(own, take_rows(WHOLE, box))
     again = put_together(stack.parts, sharding)
     np.testing.assert_array_equal(again, WHOLE)
-    assert (stack.shape, stack.nbytes, len(stack.meshes)) == (WHOLE.shape, WHOLE.nbytes, 2)
+    assert (stack.shape, stack.nbytes, len(stack.meshes)) == (WHOLE.shape, WHOLE.nbytes, len(rows))
 
 
 def test_an_array_in_parts_moves_to_any_place() -> None:

@@ -70,7 +70,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_step_runs_on_meshes_of_one_process(outcomes: dict[str, Any]) -> None:
-    assert outcomes["rows"] == [[0, 2], [2, 3]]
+    assert outcomes["rows"] == [[[0, 2]], [[2, 3]]]
     assert outcomes["worst"] < 1e-6
 
 
