@@ -10,6 +10,7 @@ after the loop, is the only reduction left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from autopar import _jax
 from autopar.ir.program import Equation
 from autopar.ir.program_sharding import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
+from autopar.tracer.halo import Window, windows
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -114,7 +116,9 @@ def _bind_on_each_rank(
     equation: Equation, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
 ) -> list[Any]:
     """Bind a convolution on each rank of the lane axes by `shard_map`, leaving other axes to the
-    partitioner: a convolution over lanes would be a grouped one, which XLA gathers."""
+    partitioner: a convolution over lanes would be a grouped one, which XLA gathers. Where windows
+    are split, as in the gradient of a kernel, a rank has the rows of its neighbours that they
+    reach."""
     names = [mesh.axis_names[axis] for axis in lanes.axes]
     specs = []
     for array, layout in zip(operands, lanes.operands, strict=True):
@@ -124,8 +128,18 @@ def _bind_on_each_rank(
                 entries[layout[axis]] = (*(entries[layout[axis]] or ()), mesh.axis_names[axis])
         specs.append(PartitionSpec(*entries))
 
+    found = windows(equation, operands, jax.eval_shape(partial(_bound, equation), *operands)[0])
+    split = [(n, window) for n, window in enumerate(found) if specs[0][window.dim] is not None]
+
     def bind(*arrays: Any) -> list[Any]:
-        results = _jax.bind(equation.primitive, equation.params, arrays)
+        first, *others = arrays
+        padding = list(equation.params["padding"])
+        for number, window in split:
+            axes = specs[0][window.dim]
+            ranks = prod(mesh.shape[axis] for axis in axes)
+            first = _with_neighbours(first, window, axes, ranks)
+            padding[number] = window.padding_of_shard
+        results = _bound(equation, first, *others, padding=tuple(padding))
         return [r.reshape((1,) * len(names) + r.shape) for r in results]
 
     on_ranks = jax.shard_map(
@@ -137,3 +151,23 @@ def _bind_on_each_rank(
         check_vma=False,
     )
     return on_ranks(*operands)
+
+
+def _bound(equation: Equation, *operands: Any, **params: Any) -> list[Any]:
+    return _jax.bind(equation.primitive, {**equation.params, **params}, operands)
+
+
+def _with_neighbours(shard: Any, window: Window, axes: tuple[str, ...], ranks: int) -> Any:
+    """The shard between the rows that the window reads of others; zeros beyond the array,
+    where no rank sends any."""
+    length = shard.shape[window.dim]
+    parts = [shard]
+    for is_after, rows in enumerate(window.rows_of_sum):
+        for away in range(1, -(-rows // length) + 1):
+            near = min(length, rows - (away - 1) * length)
+            start = 0 if is_after else length - near
+            part = jax.lax.slice_in_dim(shard, start, start + near, axis=window.dim)
+            ends = [(i, i - away) if is_after else (i - away, i) for i in range(away, ranks)]
+            part = jax.lax.ppermute(part, axes, ends)
+            parts = [*parts, part] if is_after else [part, *parts]
+    return jnp.concatenate(parts, window.dim)

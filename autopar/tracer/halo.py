@@ -21,7 +21,7 @@ _POOLS = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
     """How a window reads one dimension: `dim` of the first operand, `result_dim` of the result."""
 
     dim: int
@@ -58,8 +58,19 @@ class _Window:
 
     @property
     def rows_of_sum(self) -> tuple[int, int]:
+        """The same, where the rows are summed over."""
+        return self._rows(*self._reach_of_sum)
+
+    @property
+    def padding_of_shard(self) -> tuple[int, int]:
+        """The padding, below zero or none, of a shard that is summed over and has these rows."""
+        before, after = self._reach_of_sum
+        return min(before, 0), min(after, 0)
+
+    @property
+    def _reach_of_sum(self) -> tuple[int, int]:
         reach = (self.result_length - 1) * self.stride
-        return self._rows(self.low, reach - self.low - (self.window_dilation - 1))
+        return self.low, reach - self.low - (self.window_dilation - 1)
 
     def _rows(self, before: int, after: int) -> tuple[int, int]:
         return max(-(-before // self.dilation), 0), max(-(-after // self.dilation), 0)
@@ -77,7 +88,7 @@ def with_halos(
     # devices hold the same part of it or parts of channels, which it then sums as well.
     all_factors = frozenset(range(len(rule.sizes)))
     beside_window = all_factors - (_kernel_factors(rule) - rule.reduction) | {_NO_FACTOR}
-    for window in _windows(equation, operands, result):
+    for window in windows(equation, operands, result):
         read, written = rule.operands[0][window.dim], rule.results[0][window.result_dim]
         if read and written and read[0] == written[0] and read[0] in fixed:
             if window.is_aligned:
@@ -99,16 +110,16 @@ def _kernel_factors(rule: Rule) -> frozenset[int]:
     return frozenset(f for dims in rule.operands[1:] for factors in dims for f in factors)
 
 
-def _windows(
+def windows(
     equation: Equation, operands: Sequence[ShapedArray], result: ShapedArray
-) -> Iterator[_Window]:
+) -> Iterator[Window]:
     params = equation.params
     if equation.name == "conv_general_dilated":
         dims = params["dimension_numbers"]
         for number, (dim, kernel_dim, result_dim) in enumerate(
             zip(dims.lhs_spec[2:], dims.rhs_spec[2:], dims.out_spec[2:], strict=True)
         ):
-            yield _Window(
+            yield Window(
                 dim=dim,
                 result_dim=result_dim,
                 length=operands[0].shape[dim],
@@ -122,7 +133,7 @@ def _windows(
     elif equation.name in _POOLS:
         for dim, size in enumerate(params["window_dimensions"]):
             if size > 1 or params["window_strides"][dim] > 1:
-                yield _Window(
+                yield Window(
                     dim=dim,
                     result_dim=dim,
                     length=operands[0].shape[dim],

@@ -57,6 +57,15 @@ def test_split_windows_equal_jit_and_send_rows_alone() -> None:
     assert kinds <= {"collective-permute", "all-reduce"}
 
 
+def test_micro_batches_of_split_windows_equal_jit() -> None:
+    """Gradients of kernels are summed after the loop, each over a rank's own rows."""
+    args = (kernels(3), floats(4, 64, 32, 3))
+    run = autopar.parallelize(step, method=autopar.ShardParallel((2, 4), num_micro_batches=4))
+    assert_same(run(*args), jax.jit(step)(*args))
+    kinds = {op.kind for op in run.last_executable.collectives()}
+    assert "collective-permute" in kinds
+
+
 def test_a_batch_is_split_rather_than_its_windows() -> None:
     run = autopar.parallelize(step, method=autopar.ShardParallel(MESH))
     args = (kernels(3), floats(8, 8, 8, 3))

@@ -95,6 +95,50 @@ def test_gradient_of_a_filter_gathers_nothing(axes: tuple[int, ...]) -> None:
     assert text is not None and "all-gather" not in text and "all-reduce" not in text
 
 
+@pytest.mark.parametrize(
+    ("kernel", "strides", "padding", "dilation", "rows"),
+    [
+        (3, 1, (1, 1), 1, 16),
+        (3, 1, (1, 1), 1, 4),
+        (7, 1, (3, 3), 1, 8),  # reaches beyond the next rank
+        (5, 1, (4, 0), 1, 16),  # causal
+        (3, 2, (0, 1), 1, 16),
+        (2, 2, (0, 0), 1, 16),
+        (4, 4, (0, 0), 1, 16),
+        (3, 1, (2, 2), 2, 16),
+        (3, 2, (1, 1), 1, 16),
+        (1, 1, (0, 0), 1, 16),
+    ],
+)
+@pytest.mark.parametrize("layout", [(1, WHOLE), (1, 1), (0, 1), (1, 2), (2, 1)], ids=str)
+def test_gradient_of_a_filter_has_its_neighbours_rows(
+    kernel: int, strides: int, padding: Any, dilation: int, rows: int, layout: Any
+) -> None:
+    """Each rank left out what its windows read of other ranks' rows, in micro-batches alone."""
+    images = array(4, rows, rows, 3)
+
+    def forward(weights: Any, images: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            images,
+            weights,
+            (strides, strides),
+            (padding, padding),
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    weights = array(kernel, kernel, 3, 4)
+    grads = array(*forward(weights, images).shape)
+
+    def gradient(images: Any, grads: Any) -> Any:
+        (sums,) = jax.linear_transpose(lambda weights: forward(weights, images), weights)(grads)
+        return sums
+
+    axes = tuple(axis for axis, entry in enumerate(layout) if entry != WHOLE)
+    lanes = UnreducedAxes(axes, (layout, layout))
+    check(gradient, (images, grads), lanes, mesh(2, 2), (2, 2)[: len(axes)])
+
+
 def test_scatter_into_zeros() -> None:
     ids, rows = RNG.integers(0, 5, size=(8,)), array(8, 3)
     zeros = jnp.zeros((5, 3))
