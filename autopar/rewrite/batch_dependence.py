@@ -255,10 +255,8 @@ def loop_dependence(
     if equation.name == "scan":
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         consts, body = operands[:num_consts], equation.bodies[0]
-        inits, xs = (
-            operands[num_consts : num_consts + num_carry],
-            operands[num_consts + num_carry :],
-        )
+        inits = operands[num_consts : num_consts + num_carry]
+        xs = slice_dependence(equation, operands[num_consts + num_carry :], shapes)
         cond_consts: Sequence[BatchDependence] = ()
     else:
         num_cond = equation.params["cond_nconsts"]
@@ -275,10 +273,53 @@ def loop_dependence(
         if equation.name == "while":
             (predicate,), _ = output_dependence(equation.bodies[0], (*cond_consts, *joined), shapes)
             if predicate not in (ZERO, SAME):  # numbers of trips differ between micro-batches
-                joined = tuple(k if k in (ROWS, SAME, ZERO) else NONLINEAR for k in joined)
+                stays = [v == o for v, o in zip(carry_values, body.outputs, strict=True)]
+                joined = tuple(
+                    k if k in (ROWS, WHOLE) or (s and k in (SAME, ZERO)) else NONLINEAR
+                    for k, s in zip(joined, stays, strict=True)
+                )
+        elif WHOLE in xs:
+            joined = _with_sums_of_rows(body, carry_values, inits, joined)
         if joined == carries:
             return carries, outputs[len(carries) :]
         carries = joined
+
+
+def slice_dependence(
+    scan: Equation, xs: Sequence[BatchDependence], shapes: RowShapes
+) -> list[BatchDependence]:
+    """The dependence of the slices that a scan reads: a trip may have one row of the batch."""
+    stacks = scan.operands[len(scan.operands) - len(xs) :]
+    return [
+        WHOLE if isinstance(stack, int) and 0 in shapes.dims(stack) else kind
+        for stack, kind in zip(stacks, xs, strict=True)
+    ]
+
+
+def _with_sums_of_rows(
+    body: Program,
+    carries: Sequence[int],
+    inits: Sequence[BatchDependence],
+    joined: Sequence[BatchDependence],
+) -> tuple[BatchDependence, ...]:
+    """The dependence of carries in a scan over rows: SUM where it only adds something of each row
+    to zero, if no other carry depends on earlier rows."""
+    sums = {
+        index
+        for index, (carry, output) in enumerate(zip(carries, body.outputs, strict=False))
+        if inits[index] is ZERO and _only_adds(body, carry, output)
+    }
+    if any(kind is WHOLE and index not in sums for index, kind in enumerate(joined)):
+        return tuple(joined)
+    return tuple(SUM if k is WHOLE and i in sums else k for i, k in enumerate(joined))
+
+
+def _only_adds(body: Program, carry: int, output: Operand) -> bool:
+    readers = [e for e in body.equations if carry in e.inputs]
+    if len(readers) != 1 or readers[0].name not in ("add", "add_any"):
+        return False
+    (reader,) = readers
+    return reader.results[0] == output and reader.operands.count(carry) == 1
 
 
 def output_dependence(

@@ -23,11 +23,13 @@ from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program
 from autopar.rewrite import micro_batch_rows
 from autopar.rewrite.batch_dependence import (
+    AFFINE,
     NONLINEAR,
     ROWS,
     SAME,
     SCATTER_ADD,
     SUM,
+    WHOLE,
     ZERO,
     BatchDependence,
     RowShapes,
@@ -35,6 +37,7 @@ from autopar.rewrite.batch_dependence import (
     operand_dependence,
     output_dependence,
     result_dependence,
+    slice_dependence,
 )
 from autopar.rewrite.program_writer import Env, ProgramWriter, add
 from autopar.rewrite.row_uses import RowUses
@@ -86,12 +89,14 @@ class Scope:
         writer: ProgramWriter,
         dependence: dict[int, BatchDependence],
         index: Operand,
+        is_body: bool = False,
     ) -> None:
         self.micro_batches = micro_batches
         self.writer = writer
         self.dependence = dependence  # of the values of the program being copied
         self.index = index  # of the micro-batch, in this scope
         self.env: Env = {}
+        self.is_body = is_body
         self.scaled: dict[int, Operand] = {}
         self.made_by: dict[int, Equation] = {}
 
@@ -102,7 +107,7 @@ class Scope:
         """An operand for a reader of the given dependence."""
         if not isinstance(operand, int):
             return operand
-        if as_kind in (SUM, SAME, ZERO) or self.kind(operand) is not SUM:
+        if as_kind in (SUM, SAME, ZERO, WHOLE) or self.kind(operand) is not SUM:
             return self.env[operand]
         if operand not in self.scaled:
             like = self.made_by.get(operand)
@@ -128,6 +133,11 @@ class Scope:
         self.note_uses(equation)
         kinds = [self.kind(o) for o in equation.operands]
         made = result_dependence(equation, kinds, self.micro_batches.shapes)
+        crosses = ROWS in made and SUM in kinds
+        if {ROWS, WHOLE}.intersection(made) and {AFFINE, NONLINEAR}.intersection(kinds):
+            crosses = True
+        if self.is_body and crosses:
+            self.note_crossing(equation)
         one_to_one = equation.name == "optimization_barrier"
         as_kinds = made if one_to_one else (made[0] if made else ROWS,) * len(kinds)
         if equation.name == "ragged_dot_general":  # sizes of groups count a micro-batch's own rows
@@ -180,6 +190,17 @@ class Scope:
                 f"{name} uses the place of rows in the batch; with {num} micro-batches each counts "
                 "its own rows from zero",
             )
+
+    def note_crossing(self, equation: Equation) -> None:
+        """Notes that rows read a sum over rows, in a body (outside: `MicroBatchPlacement`)."""
+        if equation.name in ("optimization_barrier", "ragged_dot_general"):
+            return
+        self.micro_batches.notes.add(
+            "crossing",
+            equation,
+            f"{equation.name} of every row uses what a loop made of all rows of the batch; with "
+            f"{self.micro_batches.num} micro-batches it is made of those of one micro-batch",
+        )
 
     def groups_by_number(self, equation: Equation) -> bool:
         """Whether sizes of groups of rows are not counted from the rows themselves."""
@@ -241,7 +262,7 @@ class Scope:
         micro = self.micro_batches.shapes.micro
         inputs = [writer.new_value(micro[v]) for v in program.inputs]
         index = writer.new_value(self.writer.aval(self.index))
-        scope = Scope(self.micro_batches, writer, dependence, index)
+        scope = Scope(self.micro_batches, writer, dependence, index, is_body=True)
         for value, array in program.captured:
             scope.env[value] = writer.capture(array, micro[value])
         scope.env.update(zip(program.inputs, inputs, strict=True))
@@ -256,12 +277,17 @@ class Scope:
         first_x = num_consts + num_carry
         kinds = [self.kind(o) for o in equation.operands]
         carries, stacked = loop_dependence(equation, kinds, self.micro_batches.shapes)
-        inside = [*kinds[:num_consts], *carries, *kinds[first_x:]]
+        slices = slice_dependence(equation, kinds[first_x:], self.micro_batches.shapes)
+        as_kind = SUM
+        if WHOLE in slices:  # a trip has a row, which needs of a constant what all rows made
+            as_kind = NONLINEAR
+            kinds[:num_consts] = [as_kind if k is SUM else k for k in kinds[:num_consts]]
+        inside = [*kinds[:num_consts], *carries, *slices]
         written = self.body(body, inside, (*carries, *stacked))
         written = _with_index_at(written, num_consts)  # a constant of the loop
         old = equation.operands
         operands = [
-            *(self.read(o) for o in old[:num_consts]),
+            *(self.read(o, as_kind) for o in old[:num_consts]),
             self.index,
             *(self.read(o, k) for o, k in zip(old[num_consts:first_x], carries, strict=True)),
             *(self.read(o) for o in old[first_x:]),
@@ -276,6 +302,7 @@ class Scope:
         kinds = [self.kind(o) for o in equation.operands]
         carries, _ = loop_dependence(equation, kinds, self.micro_batches.shapes)
         first = num_cond + num_body
+        self.note_trips(equation, [*kinds[:num_cond], *carries])
         test = self.body(condition, [*kinds[:num_cond], *carries], [SUM])
         test = _with_index_at(test, num_cond)
         written = self.body(body, [*kinds[num_cond:first], *carries], carries)
@@ -291,6 +318,20 @@ class Scope:
         params = {**equation.params, "cond_nconsts": num_cond + 1, "body_nconsts": num_body + 1}
         self.loop(equation, operands, (test, written), params)
 
+    def note_trips(self, equation: Equation, kinds: Sequence[BatchDependence]) -> None:
+        """Notes a while loop that goes on for other rows' sake. If each row has a condition of its
+        own, as `jax.vmap` makes it, a row that is done stays as it is."""
+        condition, _ = equation.bodies
+        (predicate,), _ = output_dependence(condition, kinds, self.micro_batches.shapes)
+        if predicate in (ROWS, SAME, ZERO):
+            return
+        self.micro_batches.notes.add(
+            "trips",
+            equation,
+            f"the rows of the batch decide when this {equation.name} loop ends; with "
+            f"{self.micro_batches.num} micro-batches those of each end their own",
+        )
+
     def cond(self, equation: Equation) -> None:
         kinds = [self.kind(o) for o in equation.operands]
         made = result_dependence(equation, kinds, self.micro_batches.shapes)
@@ -305,6 +346,7 @@ class Scope:
         bodies: tuple[Program, ...],
         params: dict[str, Any],
     ) -> None:
+        self.note_uses(equation)
         kinds = result_dependence(
             equation, [self.kind(o) for o in equation.operands], self.micro_batches.shapes
         )

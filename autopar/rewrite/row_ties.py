@@ -441,6 +441,10 @@ def _while(ties: RowTies, equation: Equation) -> None:
     ties.tie_all(body.inputs, (*consts[num_cond:], *carry))
     ties.tie_all(body.inputs[first - num_cond :], body.outputs)
     ties.tie_all(body.inputs[first - num_cond :], equation.results)
+    (goes_on,) = condition.outputs  # one for each row under `jax.vmap`
+    for dim in range(len(ties.shape(goes_on))):
+        for result in equation.results:
+            ties.tie(goes_on, dim, result, dim)
     ties.add_body(condition)
     ties.add_body(body)
 

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from autopar.ir.program import Constant, Equation, Operand, Program
+from autopar.ir.program import Constant, Equation, Operand, Program, values_in
 from autopar.rewrite.batch_dependence import RowShapes
 from autopar.rewrite.known_integers import KnownElements, constants_of_body
 from autopar.rewrite.row_ties import RowTies, has_ties
+from autopar.rewrite.scan_remat import scan_parts
 from autopar.tracer.rules import PRIMITIVE_RULES
 from autopar.tracer.user_rules import user_rule_of
 
@@ -127,9 +128,26 @@ class _Uses:
             entering = [*constants, *others]
             self.counted.update(value for value, operand in entering if self.counts(operand))
             self.program(large, small)
+            if self.differs_by_trips(whole, part, large, small):
+                self.mixed.update(part.results)
             if small is part.bodies[-1] or part.name == "cond":
                 pairs = zip(part.results, small.outputs, strict=True)
                 self.counted.update(result for result, out in pairs if self.counts(out))
+
+    def differs_by_trips(
+        self, whole: Equation, part: Equation, large: Program, small: Program
+    ) -> bool:
+        """Whether a micro-batch makes fewer trips, other than one for each of its rows alone."""
+        if part.name == "while":
+            return _constants(large) != _constants(small)
+        if part.name != "scan" or whole.params["length"] == part.params["length"]:
+            return False
+        inside, outside = scan_parts(part, small.inputs), scan_parts(part, part.operands)
+        stacks = (*outside.xs, *part.results[len(inside.carry) :])
+        if not any(isinstance(v, int) and 0 in self.shapes.dims(v) for v in stacks):
+            return True
+        stacked = small.outputs[len(inside.carry) :]
+        return not _made_from(small, inside.carry).isdisjoint(values_in(stacked))
 
     def counts(self, operand: Operand) -> bool:
         return isinstance(operand, int) and operand in self.counted
@@ -297,6 +315,19 @@ class _Uses:
             for dim in self.shapes.dims(value)
         }
         return len(first) == 1 and None not in first and first.isdisjoint(fixed)
+
+
+def _constants(program: Program) -> list[str]:
+    equations = program.all_equations()
+    return [str(o.value) for e in equations for o in e.operands if isinstance(o, Constant)]
+
+
+def _made_from(program: Program, values: Sequence[int]) -> set[int]:
+    made = set(values)
+    for equation in program.equations:
+        if not made.isdisjoint(equation.inputs):
+            made.update(equation.results)
+    return made
 
 
 def _places(equation: Equation, count: int, dim: int) -> np.ndarray:

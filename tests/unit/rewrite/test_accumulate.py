@@ -341,6 +341,68 @@ def test_while_and_cond():
     check_exact(step, W, X)
 
 
+def sums_of_rows(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda total, row: (total + jnp.tanh(row @ w), None), jnp.zeros(5), x)[0]
+
+
+def stepped_by_each_row(w: Any, x: Any) -> Any:
+    slope = jax.grad(lambda w, row: jnp.mean(jnp.tanh(row @ w) ** 2))
+    return jax.lax.scan(lambda w, row: (w - 0.1 * slope(w, row), None), w, x)[0]
+
+
+def halved_alone(w: Any, x: Any) -> Any:
+    """A loop of each row, and how often it ran."""
+
+    def halve(row: Any) -> Any:
+        start = jnp.tanh(row @ w), 0
+        is_open = lambda carry: jnp.max(jnp.abs(carry[0])) > 0.1  # noqa: E731
+        return jax.lax.while_loop(is_open, lambda c: (c[0] / 2, c[1] + 1), start)
+
+    rows, counts = jax.vmap(halve)(x)
+    return jnp.sum(rows, axis=0), jnp.sum(counts), jnp.max(counts)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda w, x: jnp.mean(jax.lax.map(lambda row: jnp.tanh(row @ w), x)),
+        lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x, batch_size=2),
+        sgd(lambda w, x: jnp.mean(jax.lax.map(lambda row: jnp.tanh(row @ w), x) ** 2)),
+        sums_of_rows,
+        stepped_by_each_row,
+        halved_alone,
+    ],
+    ids=["map", "map in parts", "gradients of a map", "sums", "steps", "while"],
+)
+def test_loops_over_rows_are_exact(run: Any):
+    check_exact(run, W, X)
+
+
+def halved_together(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.lax.while_loop(lambda y: jnp.sum(y**2) > 0.5, lambda y: y / 2, x @ w))
+
+
+def shrunk_until_small(w: Any, x: Any) -> Any:
+    return jax.lax.while_loop(lambda w: jnp.mean((x @ w) ** 2) > 0.1, lambda w: w / 2, w)
+
+
+def trained_inside(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda w, _: (w - jax.grad(mean_loss)(w, x), None), w, length=3)[0]
+
+
+def running_sums(w: Any, x: Any) -> Any:
+    def add(total: Any, row: Any) -> Any:
+        return total + row, total + row
+
+    return jnp.mean(jax.lax.scan(add, jnp.zeros(5), x @ w)[1] ** 2)
+
+
+@pytest.mark.parametrize("run", [halved_together, shrunk_until_small, trained_inside, running_sums])
+def test_loops_that_read_all_rows_are_noted(run: Any):
+    notes = accumulated(run, W, X).notes
+    assert notes and all("test_accumulate.py" in note for note in notes)
+
+
 def test_averages_in_a_scan_are_noted():
     def step(w: Any, x: Any) -> Any:
         def body(carry: Any, w: Any) -> Any:
