@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def page(rows: Sequence[dict[str, Any]], budgets: Sequence[dict[str, Any]] = ())
 
 def _budgets(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The count, and a row for each."""
-    lines = ["## Plans to a budget", "", f"{budgets_in_short(rows)}.", ""]
+    lines = ["## Plans to a budget", "", f"{budgets_in_short(rows)}. {when_made(rows)}", ""]
     lines += [_line(_BUDGET_HEAD), _line(["---"] * len(_BUDGET_HEAD))]
     for row in sorted(rows, key=lambda row: (row["model"], row["kind"], row["share"])):
         head = [row["model"], row["kind"], f"{row['share']:.1f}"]
@@ -119,7 +120,18 @@ def _summary(rows: Sequence[dict[str, Any]]) -> list[str]:
             )
     worst = sorted(rows, key=lambda row: -abs(ratio(row) - 1))[:5]
     names = ", ".join(f"{row['model']} ({row['kind']}) {ratio(row):.2f}" for row in worst)
-    return [*lines, f"- the worst: {names}"] if worst else []
+    return [*lines, f"- the worst: {names}", f"- {when_made(rows)}"] if worst else []
+
+
+def when_made(rows: Sequence[dict[str, Any]]) -> str:
+    """How many rows were compiled on which day, by the XLA of which JAX; later predictions for
+    them are not counted."""
+    made = Counter((row.get("made", "")[:10], row.get("jax", "")) for row in rows)
+    parts = [
+        f"{count} on {day or 'an unknown day'}" + (f" by JAX {jax}" if jax else "")
+        for (day, jax), count in sorted(made.items(), reverse=True)
+    ]
+    return f"Compiled: {', '.join(parts)}."
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from benchmarks.memory_zoo.cases import (
     budget_cases,
     case_of,
 )
-from benchmarks.memory_zoo.page import page, ratio
+from benchmarks.memory_zoo.page import page, ratio, when_made
 from benchmarks.memory_zoo.rows import layouts_digest
 
 
@@ -147,6 +147,15 @@ def test_the_page_marks_rows_of_the_former_products_and_shows_budgets() -> None:
     ]  # fmt: skip
     text = page([new], budgets)
     assert "3 plans to a budget: 1 within, 0 over, 1 refused, 1 failed." in text
+    assert "Compiled: 3 on an unknown day." in text
     assert "| a | one | 0.6 | 2.00 | 1.50 | 1.75 | within, planned 2 times |" in text
     assert "| a | one | 0.7 | 2.00 | – | – | refused |" in text
     assert "| a | one | 0.8 | – | – | – | PlanningError: no plan |" in text
+
+
+def test_the_page_says_when_rows_were_made() -> None:
+    days = [("2026-11-18T11:31:06", "0.11.2"), ("2026-11-19T05:30:22", "0.12.0")]
+    rows = [{**row("a", False, [1.0], [1.0]), "made": day, "jax": jax} for day, jax in days]
+    said = "Compiled: 2 on 2026-11-19 by JAX 0.12.0, 1 on 2026-11-18 by JAX 0.11.2."
+    assert when_made([*rows, rows[1]]) == said
+    assert f"- {said}" in page([*rows, rows[1]])
