@@ -15,6 +15,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
@@ -51,6 +52,16 @@ COMMUNICATION_ONLY = "communication only"  # `ParallelPlan.device` where compute
 # A function and its first argument, which put leaves into a pytree of the step.
 PytreeBuilder = tuple[Callable[[Any, list[Any]], Any], Any]
 NOT_IN_FILES = {"key": None}
+
+
+_KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}  # NumPy does not know them
+
+
+def item_bytes(dtype: str) -> int:
+    """The bytes of an element, by the name of its type; those of random keys too."""
+    if dtype.startswith("key<"):
+        return _KEY_BYTES.get(dtype, max(_KEY_BYTES.values()))
+    return np.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from autopar.errors import ArgumentError, MemoryBudgetError
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
-from autopar.ir.plan import ParallelPlan
+from autopar.ir.plan import ParallelPlan, item_bytes
 from autopar.ir.spec import num_shards
 from autopar.ir.text import format_bytes
 from autopar.methods import (
@@ -172,7 +170,7 @@ def argument_bytes(plan: ParallelPlan) -> float:
     on_host = () if plan.host is None else plan.host.inputs
     for index, tensor in enumerate(plan.inputs):
         if tensor.role and index not in on_host:
-            size = prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+            size = prod(tensor.shape) * item_bytes(tensor.dtype)
             total += size / num_shards(tensor.layout, plan.mesh_shape)
     return total
 

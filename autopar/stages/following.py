@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, TraceError
 from autopar.ir.host_memory import HostMemory
 from autopar.ir.layering import BY_ARGUMENTS, PER_STAGE_OUTPUTS, Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
+from autopar.ir.plan import ParallelPlan, StagePlan, Tensor, item_bytes
 from autopar.ir.rows import Rows
 from autopar.ir.spec import num_shards
 from autopar.ir.traced_step import TracedStep
@@ -102,7 +101,7 @@ def _with_host_memory(
         return planned
     num_bytes = sum(
         prod(tensor.shape)
-        * np.dtype(tensor.dtype).itemsize
+        * item_bytes(tensor.dtype)
         / num_shards(tensor.layout, training.mesh_shape)
         for arrays in hosted
         for tensor in arrays.values()

@@ -10,12 +10,10 @@ from collections import defaultdict
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from autopar.inspect.breakdown import mesh_plans
 from autopar.inspect.report_page.encode import Texts, run_text, short
 from autopar.ir.details import OpRow
-from autopar.ir.plan import ParallelPlan, Tensor
+from autopar.ir.plan import ParallelPlan, Tensor, item_bytes
 from autopar.ir.spec import num_shards
 from autopar.ir.text import name_pattern, name_skeleton
 
@@ -125,14 +123,7 @@ def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
 def held_bytes(tensor: Tensor, mesh_plan: ParallelPlan) -> float:
     """Bytes of an array on one device of its mesh."""
     shards = num_shards(tensor.layout, mesh_plan.mesh_shape)
-    return prod(tensor.held_shape()) * _item_bytes(tensor.dtype) / shards
-
-
-def _item_bytes(dtype: str) -> int:
-    try:
-        return np.dtype(dtype).itemsize
-    except TypeError:  # random keys: two 32-bit words
-        return 8
+    return prod(tensor.held_shape()) * item_bytes(tensor.dtype) / shards
 
 
 def _array_text(tensor: Tensor) -> str:

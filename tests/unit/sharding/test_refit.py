@@ -15,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.ir.memory_found import MemoryCorrection, MemoryFound
+from autopar.ir.plan import item_bytes
 from autopar.runtime.local import LocalExecutable
 from autopar.sharding import refit
 
@@ -238,6 +239,27 @@ def test_of_a_correction_only_what_is_beside_the_arguments_grows() -> None:
     )
     assert corrected.correction == MemoryCorrection(2.0, 5.0)
     assert "memory_correction" not in corrected.method
+
+
+def test_random_keys_count_among_the_arguments() -> None:
+    """A step with keys over its budget was a `TypeError`."""
+
+    def step(state: Any, x: Any) -> Any:
+        key, used = jax.random.split(state["key"])
+        blocks, loss = train_step(state["blocks"], x * jax.random.bernoulli(used, 0.9, x.shape))
+        return {"blocks": blocks, "key": key}, loss
+
+    state = {"blocks": BLOCKS, "key": jax.random.key(0)}
+    plan = autopar.plan(step, state, BATCH, cluster=ONE)
+    held = refit.argument_bytes(plan)
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves((BLOCKS, BATCH))) + 8
+    assert refit.learned(plan, [2 * plan.estimated_peak_bytes], held).kept > 1
+
+
+@pytest.mark.parametrize("name", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_bytes_of_random_keys_are_those_that_jax_holds(name: str) -> None:
+    key = jax.random.key(0, impl=name)
+    assert item_bytes(str(key.dtype)) == jax.random.key_data(key).nbytes
 
 
 def test_what_is_learned_is_xla_over_predicted() -> None:
