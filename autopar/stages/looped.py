@@ -123,7 +123,11 @@ def layers_of(layering: Layering) -> AutoLayers | ManualLayers:
 def find_looped(
     step: TracedStep, layers: AutoLayers | ManualLayers, at_least: int = 1
 ) -> LoopedStep:
-    assert step.loop is not None
+    if step.loop is None:
+        raise TraceError(
+            f"{step.name}: a pipeline cuts what a step computes with its batch into stages, and "
+            "this step only stores the batch or parts of it. Use ShardParallel or AutoParallel."
+        )
     loop = step.program.equations[step.loop]
     batch = loop_batch(loop)
     if isinstance(layers, ManualLayers):

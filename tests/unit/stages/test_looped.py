@@ -78,3 +78,16 @@ def test_more_micro_batches_are_searched_first_where_memory_is_short() -> None:
     numbers = [first_micro_batches(source.whole, cluster, budget) for budget in (1e9, 1e3, 1e1)]
     assert numbers[0] == first_micro_batches(source.whole, cluster) == 8
     assert numbers[0] < numbers[1] < numbers[2] == 1024 // 4
+
+
+def stored(buffer: Any, x: Any) -> Any:
+    """A replay buffer."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, x, 8, axis=0)
+
+
+@pytest.mark.parametrize("update", [stored, lambda kept, x: x], ids=["a buffer", "the last batch"])
+def test_a_step_that_only_stores_its_batch_is_refused_with_the_reason(update: Any) -> None:
+    method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
+    step = autopar.parallelize(update, method=method, donate_argnums=())
+    with pytest.raises(autopar.TraceError, match=r"only stores the batch.*Use ShardParallel"):
+        step.plan(jnp.zeros((64, 6)), jnp.ones((16, 6)))
