@@ -13,6 +13,9 @@ from autopar.api import (
     constrain as constrain,
 )
 from autopar.api import (
+    expected_trips as expected_trips,
+)
+from autopar.api import (
     get_last_dp_result as get_last_dp_result,
 )
 from autopar.api import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -63,6 +64,7 @@ from autopar.sharding.refit import (
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
 from autopar.tracer.trace import DEFAULT_BATCH, StepOptions, step_and_options
 from autopar.tracer.users_names import use_users_names
+from autopar.tracer.while_trips import SCOPE
 
 
 def local_devices() -> tuple[Any, ...]:
@@ -636,6 +638,23 @@ def get_last_dp_result() -> SearchReport | None:
     pipelines by the cost tables, and which of them were solved; None if there was no search. The
     report of a plan is `plan.search`."""
     return last_search()
+
+
+def expected_trips(trips: int) -> AbstractContextManager[object]:
+    """Say how many trips a `jax.lax.while_loop` usually takes, for the predicted time:
+
+        with autopar.expected_trips(20):
+            x = jax.lax.while_loop(goes_on, improve, x)
+
+    It holds for while loops that are traced inside, but not for those in the bodies of these.
+    Without it such a loop is priced as the trips that a counter in its condition allows, or as one.
+    What the step computes does not depend on it. Raises `ArgumentError` if `trips` is no whole
+    number ≥ 1."""
+    if isinstance(trips, bool) or not isinstance(trips, int) or trips < 1:
+        raise ArgumentError(
+            f"expected_trips({trips!r}): needs a whole number of trips, at least 1."
+        )
+    return jax.named_scope(SCOPE.format(trips))
 
 
 def mark_layer_boundary() -> None:

@@ -232,6 +232,16 @@ class Unruled:
 
 
 @dataclass(frozen=True)
+class LoopTrips:
+    """How often a while loop at a line of the user's runs its body, "known", "expected" by the
+    user, "at most" by its condition, or "unknown"."""
+
+    source: str
+    trips: int
+    kind: str
+
+
+@dataclass(frozen=True)
 class Graph:
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
@@ -243,6 +253,7 @@ class Graph:
     liveness: Liveness = field(default_factory=Liveness)
     producer: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> node, result
     unfinished: frozenset[int] = frozenset()  # values whose partial sums a loop adds up
+    while_loops: tuple[LoopTrips, ...] = ()
 
 
 def check_graph(graph: Graph) -> None:

@@ -117,6 +117,18 @@ def _xla_options(method: AnyMethod, decision: MeshDecision) -> StoredOptions | N
     )
 
 
+def _assumed_trips(graph: Graph) -> list[str]:
+    """What is said of while loops whose trips depend on the data."""
+    known = {"unknown": "it is priced as one trip", "at most": "it is priced as the {} it may take"}
+    return [
+        f"the while loop at {loop.source} ends by the data: "
+        f"{known[loop.kind].format(loop.trips)}; `with autopar.expected_trips(n):` around it says "
+        "how many it takes"
+        for loop in graph.while_loops
+        if loop.kind in known
+    ]
+
+
 def sharded_decision(
     step: TracedStep,
     sharding: GraphSharding,
@@ -155,7 +167,11 @@ def sharded_decision(
             moved=moved,
         ),
         solver=_solver_report(step, sharding, report, seconds),
-        warnings=(*unruled, *_too_large(mesh, sharding.memory.peak_bytes)),
+        warnings=(
+            *unruled,
+            *_assumed_trips(graph),
+            *_too_large(mesh, sharding.memory.peak_bytes),
+        ),
         budget_bytes=budget_bytes,
         hidden_s=sharding.hidden_s,
         # After a loop over micro-batches, nothing is left to hide gradients.
@@ -249,7 +265,7 @@ def one_device_decision(
             moved=(),
         ),
         solver=SolverReport(step_s, step_s, 0.0, {}, dict(seconds)),
-        warnings=_too_large(mesh, memory.peak_bytes),
+        warnings=(*_assumed_trips(graph), *_too_large(mesh, memory.peak_bytes)),
         budget_bytes=budget_bytes,
     )
 

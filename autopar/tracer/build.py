@@ -28,6 +28,7 @@ from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.failures import Failure
 from autopar.ir.graph import (
     Graph,
+    LoopTrips,
     Node,
     NodeKind,
     Rule,
@@ -52,6 +53,7 @@ from autopar.tracer.op_sizes import equation_work
 from autopar.tracer.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
+from autopar.tracer.while_trips import expectations, while_trips
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +124,12 @@ class _Context:
     region: str
     weight: float
     chance: float = 1.0
+    num_expectations: int = 0  # of trips, by the user, in the scope of the while loop around
 
     def inside(self, trips: float = 1.0, chance: float = 1.0) -> _Context:
         """In a loop of so many trips, or in a branch that is taken with this chance."""
-        return _Context(self.region, self.weight * trips * chance, self.chance * chance)
+        weight = self.weight * trips * chance
+        return replace(self, weight=weight, chance=self.chance * chance)
 
 
 _ONCE = _Context("", 1.0)
@@ -147,6 +151,7 @@ class _Builder:
         self.unruled: dict[tuple[str, str, str, Failure | None], list[float]] = {}  # their flops
         self.signature_of: list[_Signature | None] = []  # by equation, bodies included
         self.signatures: list[_Signature] = []
+        self.while_loops: list[LoopTrips] = []
         self.loops: list[tuple[int, int]] = []  # nodes of each loop, outer loops first
         self.find_signatures()
 
@@ -253,6 +258,7 @@ class _Builder:
             liveness=liveness,
             producer=producer,
             unfinished=frozenset(self.unfinished),
+            while_loops=tuple(dict.fromkeys(self.while_loops)),
         )
         return BuiltGraph(graph, basis)
 
@@ -539,8 +545,11 @@ class _Builder:
         self.nodes.append(node.having(chance=here.chance))
 
     def while_loop(self, equation: Equation, here: _Context, index: int) -> int:
-        """The number of trips is unknown; it counts as one."""
         condition, body = equation.bodies
+        found = while_trips(equation, here.num_expectations)
+        self.while_loops.append(found)
+        inner = here.inside(trips=found.trips)
+        inner = replace(inner, num_expectations=len(expectations(equation.scope)))
         cond_consts = equation.params["cond_nconsts"]
         num_consts = cond_consts + equation.params["body_nconsts"]
         carries = body.inputs[num_consts - cond_consts :]
@@ -555,8 +564,8 @@ class _Builder:
         self.add_captured(body)
         merges = self.open_carries(equation.operands[num_consts:], carries, here)
         self.alias.update(zip(condition.inputs[cond_consts:], carries, strict=True))
-        index = self.walk(condition, here, index)
-        index = self.walk(body, here, index)
+        index = self.walk(condition, inner, index)
+        index = self.walk(body, inner, index)
         self.close_carries(merges, body.outputs)
         self.close_loop(loop)
         self.alias.update(zip(equation.results, carries, strict=True))

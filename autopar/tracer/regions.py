@@ -20,6 +20,7 @@ _WRAPPER = re.compile(
     r"(?:jvp|transpose|vmap|checkpoint|remat|rematted_computation|jit)\(([^()]*)\)"
 )
 _NOISE = ("checkpoint", "rematted_computation")
+_TRIPS = "expected_trips="
 
 
 def region_by_name(scope: str) -> str | None:
@@ -36,7 +37,7 @@ def module_name(scope: str) -> str:
     while previous != scope:
         previous, scope = scope, _WRAPPER.sub(r"\1", scope)
     parts = [part for part in scope.split("/") if part and part not in _NOISE]
-    return "/".join(parts)
+    return "/".join(part for part in parts if not part.startswith(_TRIPS))
 
 
 def _has_backward(loop: Equation) -> bool:

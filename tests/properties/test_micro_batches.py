@@ -64,7 +64,8 @@ def check(program: RandomProgram, mesh_shape: tuple[int, ...], num_micro_batches
     method = autopar.ShardParallel(mesh, num_micro_batches=num_micro_batches)
     parallel = autopar.parallelize(step, method=method, donate_argnums=())
     got = parallel(*args)
-    assert parallel.last_executable.plan.warnings == ()
+    warnings = parallel.last_executable.plan.warnings
+    assert all("ends by the data" in warning for warning in warnings)  # of while loops' trips
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)

@@ -253,7 +253,7 @@ def test_while_loop() -> None:
     assert len(carried) == 2
     assert [len(n.operands) for n in carried] == [2, 1], "the count starts as a literal"
     (product,) = nodes(graph, NodeKind.OP, "dot_general")
-    assert product.weight == 1
+    assert product.weight == 3, "no more trips, by the condition"
     condition = [
         n for n in nodes(graph, NodeKind.OP, "reduce_sum") if carried[0].results[0] in n.operands
     ]
