@@ -1,5 +1,5 @@
-"""What each rank of `test_multi_controller_gpu.py` runs: checks, whose outcomes it writes as lines
-of JSON.
+"""What each rank of `test_multi_controller_gpu.py` and `test_controller_pipelines_gpu.py` runs:
+checks, whose outcomes it writes as lines of JSON.
 
     python controller_program.py FOLDER CHECK …
 
@@ -241,6 +241,34 @@ def own_plans(name: str) -> Outcome:
     return {**found, "own_plan": plan_digest(plan), "own_file": own_file}
 
 
+# -- pipelines
+
+
+def pipeline(name: str) -> Outcome:
+    """Three steps of a pipeline, a checkpoint, and three more from what was read of it: `MODEL
+    STAGES SCHEDULE`."""
+    title, num_stages, schedule = name.split()
+    example, folder = model(title), FOLDER / f"pipeline {name}"
+    stages = autopar.UniformStages(int(num_stages))
+    method = autopar.PipeshardParallel(4, stages=stages, schedule=schedule)
+    batches = batches_of(example, 2 * NUM_STEPS)
+    step = autopar.parallelize(example.train_step, method=method)
+    state, losses = trained(step, initial_state(example), batches[:NUM_STEPS])
+    autopar.save_checkpoint(folder, state, NUM_STEPS)
+    restored = autopar.restore_checkpoint(folder, step)
+    again = trained(step, restored, batches[NUM_STEPS:])[1]
+    after = trained(step, state, batches[NUM_STEPS:])[1]
+    plan = step.last_planned.plan
+    return {
+        "losses": [*losses, *after],
+        "restored": again,
+        "wanted": losses_by_jit(example, len(batches)),
+        "plan": hashlib.sha256(plan.to_json().encode()).hexdigest(),
+        "stage_devices": [stage.devices for stage in plan.stages],
+        "splits": {t.path: t.split for t in plan.inputs if t.split is not None},
+    }
+
+
 # -- ranks that do not do the same
 
 
@@ -335,7 +363,7 @@ def full_disk(_: str) -> Outcome:
 CHECKS: dict[str, Callable[[str], Outcome]] = {
     check.__name__: check
     for check in (
-        *(train, beside_training, data_loader, own_plans, checkpoints, full_disk),
+        *(train, beside_training, data_loader, own_plans, pipeline, checkpoints, full_disk),
         *(another_shape, another_plan, cannot_trace, too_small_a_mesh, after_errors),
     )
 }
