@@ -73,6 +73,30 @@ def test_a_batch_is_split_rather_than_its_windows() -> None:
     assert not any(op.kind == "collective-permute" for op in run.last_executable.collectives())
 
 
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize(("rows", "channels", "groups"), [(4, 3, 3), (2, 4, 4), (4, 8, 4)])
+def test_gradients_of_kernels_in_groups_equal_jit(
+    mesh_shape: tuple[int, int], rows: int, channels: int, groups: int
+) -> None:
+    """Where devices along an axis held the same rows, XLA summed over that axis too."""
+
+    def step(kernel: Any, x: Any) -> Any:
+        def loss(kernel: Any) -> Any:
+            dims = ("NHWC", "HWIO", "NHWC")
+            y = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=groups
+            )
+            return jnp.square(jnp.tanh(y) + 1).mean()
+
+        value, slope = jax.value_and_grad(loss)(kernel)
+        return kernel - slope, value
+
+    args = floats(3, 3, channels // groups, channels), floats(rows, 32, 32, channels)
+    for number in (1, 2):
+        method = autopar.ShardParallel(mesh_shape, num_micro_batches=number)
+        assert_same(autopar.parallelize(step, method=method)(*args), jax.jit(step)(*args))
+
+
 @pytest.mark.parametrize(
     ("size", "stride", "padding", "dilation", "kernel_dilation", "rows"),
     [
