@@ -83,11 +83,11 @@ def with_halos(
     fixed = set(rule.fixed)
     halos: list[Halo] = []
     only_with: list[tuple[int, frozenset[int]]] = []
-    # XLA computes some splits wrongly (JAX 0.10.2 and 0.12): a convolution split along a window and,
-    # over other devices, along the channels of its kernel; the gradient of a kernel split along a
-    # window where devices hold the same part of it or parts of channels, which it then sums as
-    # well; and so that of a kernel in groups, whatever is split, where devices hold the same part.
-    # It dies where the channels of one group are split there.
+    # XLA computes some splits wrongly (JAX 0.10.2 and 0.12): a convolution split along a window
+    # and, over other devices, along the channels of its kernel; the gradient of a kernel split
+    # along a window where devices hold the same part of it or parts of channels, which it then sums
+    # as well; and so that of a kernel in groups, whatever is split, where devices hold the same
+    # part. It dies where the channels of one group are split there.
     all_factors = frozenset(range(len(rule.sizes)))
     if equation.params.get("batch_group_count", 1) > 1:
         only_with += [(factor, all_factors) for factor in sorted(rule.reduction)]
