@@ -10,13 +10,23 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+# Characters of a message on an argument: with the value, and with what is needed.
+_MOST_BEGUN, _MOST_ENDED = 400, 1000
+
 
 class AutoparError(Exception):
     """Base of everything autopar raises on purpose."""
 
 
 class ArgumentError(AutoparError, ValueError):
-    """An argument of an autopar function has a value that cannot work."""
+    """An argument of an autopar function has a value that cannot work. The message begins with the
+    value; a train state in the wrong place would fill pages, so the middle of a long one is left
+    out."""
+
+    def __init__(self, text: str = "") -> None:
+        if len(text) > _MOST_BEGUN + _MOST_ENDED:
+            text = f"{text[:_MOST_BEGUN]} … {text[-_MOST_ENDED:]}"
+        super().__init__(text)
 
 
 class TraceError(AutoparError, TypeError):

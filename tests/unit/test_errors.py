@@ -483,6 +483,29 @@ def test_positions(error, parts, call) -> None:
     check(error, parts, call)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda state: autopar.ShardingOptions(pins=state),
+        lambda state: autopar.ShardParallel(mesh_shape=state),
+        lambda state: autopar.PipeshardParallel(2, stages=state),
+        lambda state: autopar.parallelize(state),
+        lambda state: autopar.parallelize(lambda s, b: s, batch_argnums=state),
+    ],
+    ids=["pins", "mesh", "stages", "function", "positions"],
+)
+def test_a_state_in_the_wrong_place_does_not_fill_pages(call: Any) -> None:
+    state = {f"layer_{i}": jnp.zeros((16, 16)) for i in range(100)}
+    texts = []
+    for given in (state, {"w": 0}):
+        with pytest.raises(autopar.ArgumentError) as caught:
+            call(given)
+        texts.append(str(caught.value))
+    long, short = texts
+    assert "{'layer_0': Array(" in long and len(long) < 1500
+    assert long.endswith(short.partition("{'w': 0}")[2])  # what is needed
+
+
 @pytest.mark.parametrize("given", [-1, (0, -1), 1.5, None, "state", (True,), [[0]]])
 @pytest.mark.parametrize("name", ["static_argnums", "donate_argnums", "batch_argnums"])
 def test_positions_of_a_wrong_type(name: str, given: Any) -> None:
