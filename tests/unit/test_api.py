@@ -126,6 +126,7 @@ def test_public_names() -> None:
         "constrain",
         "data_loader",
         "diff",
+        "expected_trips",
         "get_last_dp_result",
         "init",
         "latest_step",
