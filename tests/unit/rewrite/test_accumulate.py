@@ -45,7 +45,8 @@ def check_exact(fn: Any, *args: Any, num: int = NUM, rtol: float = 2e-5) -> Any:
             np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=1e-5
         )
     plan = step.last_executable.plan
-    assert plan.warnings == ()
+    # Of while loops that the data ends, another warning says how they are priced.
+    assert not [warning for warning in plan.warnings if "expected_trips" not in warning]
     assert plan.num_micro_batches == num
     return plan
 
