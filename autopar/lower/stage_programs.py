@@ -18,6 +18,7 @@ from autopar import _jax
 from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
 from autopar.ir.program import Equation, values_in
 from autopar.ir.program_sharding import EquationSharding, ProgramSharding
+from autopar.ir.rows import Rows
 from autopar.ir.spec import Layout
 from autopar.lower.stage_bodies import Entry, Exit, StageProgramBody, StagePrograms
 from autopar.rewrite.stage_slices import StageSlice
@@ -55,8 +56,8 @@ def cut_into_stage_programs(
         inputs += ((position, Place(value, number, rows)) for position, value, rows in own)
         own = zip(stage.outputs, program.output_values, stage.output_rows, strict=False)
         outputs += ((position, Place(value, number, rows)) for position, value, rows in own)
-    inputs.sort(key=_argument_and_row)
-    outputs.sort(key=_argument_and_row)
+    inputs.sort(key=_argument_and_rows)
+    outputs.sort(key=_argument_and_rows)
     arguments, results = (tuple(position for position, _ in x) for x in (inputs, outputs))
     used_up = set(donated)
     programs = tuple(p for cutter in cutters for p in cutter.stage_programs)
@@ -79,9 +80,9 @@ def cut_into_stage_programs(
     return StagePrograms(pipeline, programs, layouts)
 
 
-def _argument_and_row(bound: tuple[int, Place]) -> tuple[int, int]:
+def _argument_and_rows(bound: tuple[int, Place]) -> tuple[int, Rows]:
     position, place = bound
-    return position, place.rows[0] if place.rows else 0
+    return position, place.rows or ()
 
 
 class _StageCutter:

@@ -32,6 +32,7 @@ from autopar.ir.pipeline import (
     stage_program_names,
 )
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.rows import Rows
 from autopar.ir.tiles import TilePlan
 from autopar.ir.xla_options import compiler_options
 from autopar.runtime.arguments import (
@@ -387,7 +388,7 @@ def _gathered(
     """{position of an argument or a result: how it is held, by each stage that has all of it, or
     by all that have rows of it}."""
     held: dict[int, list[_Held]] = {}
-    rows: dict[int, list[tuple[tuple[int, int], int, NamedSharding]]] = {}
+    rows: dict[int, list[tuple[Rows, int, NamedSharding]]] = {}
     for place, position, (slot, sharding) in zip(places, positions, bound, strict=True):
         if place.rows is None:
             held.setdefault(position, []).append(_Held((slot,), (sharding,), sharding))

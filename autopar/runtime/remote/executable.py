@@ -28,6 +28,7 @@ from autopar.ir.remote import (
     ShardedType,
     recv_order,
 )
+from autopar.ir.rows import Rows
 from autopar.progress import Progress, logged
 from autopar.runtime.arguments import DeletedArrayError
 from autopar.runtime.executable import FlatFunction, InstructionExecutable
@@ -371,7 +372,7 @@ def _all_waiters(
     return wait
 
 
-_Held = tuple[int, int, ShardedType, tuple[int, int] | None]
+_Held = tuple[int, int, ShardedType, Rows | None]
 
 
 def _held_results(results: Sequence[Sequence[BoundBuffer]], count: int) -> list[list[_Held]]:
