@@ -122,4 +122,5 @@ def _number(operand: Operand) -> float | None:
     if not isinstance(operand, Constant):
         return None
     value = np.asarray(operand.value)
-    return float(value) if value.ndim == 0 and value.dtype.kind in "iuf" else None
+    is_number = value.ndim == 0 and value.dtype.kind in "iuf" and np.isfinite(value)
+    return float(value) if is_number else None

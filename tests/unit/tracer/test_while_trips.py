@@ -48,6 +48,7 @@ def by_data(x: Any) -> Any:
         (counted(lambda c: (c[0].sum() > 1) | (c[1] < 7)), (1, "unknown")),
         (counted(lambda c: c[1] > 7), (1, "unknown")),
         (counted(lambda c: (c[0].sum() > 1) & (c[1] < 2**31 - 1)), (1, "unknown")),
+        (counted(lambda c: (c[0].sum() > 1) & (c[1] < jnp.inf), 0.0, 1.0), (1, "unknown")),
         (by_data, (1, "unknown")),
     ],
 )
