@@ -43,7 +43,12 @@ from autopar.methods import (
     as_method,
     options_of,
 )
-from autopar.multi_controller import compile_together, is_multi_controller, plan_together
+from autopar.multi_controller import (
+    compile_together,
+    count_together,
+    is_multi_controller,
+    plan_together,
+)
 from autopar.runtime.executable import Executable
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.ranks.failures import add_remedy, is_out_of_memory
@@ -208,7 +213,7 @@ class ParallelFunction:
         if num:
             _check_rerank(num, now.remote is not None)
             return self._make_fastest(args, kwargs, num)
-        if now.remote is None and is_multi_controller():
+        if _is_together():
             return plan_together(
                 self._fn,
                 args,
@@ -380,9 +385,7 @@ class ParallelFunction:
     # -- memory, by XLA's count
 
     def _may_refit(self) -> bool:
-        is_together = session.current().remote is None and is_multi_controller()
-        method = self._method
-        return can_refit(method) and not is_together and not _rerank_of(method)
+        return can_refit(self._method) and not _rerank_of(self._method)
 
     def _limit(self, planned: PlannedStep) -> float | None:
         """What the plan's devices have for it; None if nothing could be done about it."""
@@ -399,11 +402,17 @@ class ParallelFunction:
         apart = split_objects(args, kwargs, self._options.static_argnums)
         args, kwargs = _without_values((apart.args, apart.kwargs))
         limit = self._limit(planned)
+
+        def bytes_of(entry: tuple[PlannedStep, Executable]) -> tuple[float, ...]:
+            if not _is_together():
+                return _compiled_bytes(*entry, limit)
+            return count_together(planned.plan.name, lambda: _compiled_bytes(*entry, limit))
+
         return Refit(
             plan_again=lambda correction: self._compile_plan(
                 self._make_plan(args, kwargs, correction)
             ),
-            bytes_of=lambda entry: _compiled_bytes(*entry, limit),
+            bytes_of=bytes_of,
             plan_of=lambda entry: entry[0].plan,
             limit_bytes=limit,
         )
@@ -438,7 +447,8 @@ class ParallelFunction:
         """Another plan, after the first run of this one took more memory than there was."""
         planned, _ = entry
         found, refit = planned.plan.memory_found, self._refit(planned, args, kwargs)
-        if found is None or refit.limit_bytes is None:
+        # Where processes run a step together, the others may have run it.
+        if found is None or refit.limit_bytes is None or _is_together():
             raise error
         excess = out_of_memory_excess(found, refit.limit_bytes)
         try:
@@ -462,7 +472,8 @@ class ParallelFunction:
         executable = self._take_compiled(planned) or make_executable(planned, local_devices())
         if is_multi_controller():
             assert isinstance(executable, LocalExecutable)  # on_devices_only allows no other
-            compile_together(planned.plan.name, lambda: executable.compiled)
+            limit = self._limit(planned)
+            compile_together(planned.plan.name, lambda: _compiled_bytes(planned, executable, limit))
         return executable
 
 
@@ -472,6 +483,11 @@ def _rerank_of(method: ParallelMethod | ParallelPlan | None) -> int:
 
 def _is_used_up(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, DistributedArray)) and leaf.is_deleted()
+
+
+def _is_together() -> bool:
+    """Whether this process runs steps with others that a scheduler started."""
+    return session.current().remote is None and is_multi_controller()
 
 
 def _compiled_bytes(

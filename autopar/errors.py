@@ -54,6 +54,7 @@ class MemoryBudgetError(AutoparError, RuntimeError):
                   -> what came of it, or why it was not tried.
     remedies:     what would help -> how.
     num_micro_batches: how many of them may be enough; None if none seem to be.
+    argument_bytes: of that peak, what state and batch take; 0 if that is not known.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MemoryBudgetError(AutoparError, RuntimeError):
         tried: Mapping[str, str] | None = None,
         remedies: Mapping[str, str] | None = None,
         num_micro_batches: int | None = None,
+        argument_bytes: float = 0.0,
     ) -> None:
         self.problem = message
         self.peak_bytes = peak_bytes
@@ -72,6 +74,7 @@ class MemoryBudgetError(AutoparError, RuntimeError):
         self.tried = dict(tried or {})
         self.remedies = dict(remedies or {})
         self.num_micro_batches = num_micro_batches
+        self.argument_bytes = argument_bytes
         lines = [message]
         for title, entries in (
             ("What was tried:", self.tried),
@@ -93,6 +96,7 @@ class MemoryBudgetError(AutoparError, RuntimeError):
             tried={**self.tried, **tried},
             remedies={what: how for what, how in self.remedies.items() if what not in useless},
             num_micro_batches=None if "micro-batches" in useless else self.num_micro_batches,
+            argument_bytes=self.argument_bytes,
         )
         error.__cause__ = self.__cause__
         return error

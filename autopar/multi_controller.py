@@ -9,14 +9,16 @@ plan), and process 0 compares. An error in one process is raised in all of them.
     arguments   all have the same step, method, versions, devices and shapes
     cluster     all see the same hosts: processes of one machine are one
     program     for `CreateStateParallel`: all have the same program; then its train step is planned
-    plan        process 0 plans
+    plan        process 0 plans, or finds that no plan fits
     binding     all have the same program, and the plan fits it
     compiling   XLA compiled the program in every process
+    memory      the most that it takes by XLA's count, in any process
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,12 +28,12 @@ import jax
 import numpy as np
 
 from autopar.compiler import plan_step
-from autopar.errors import MeshError
+from autopar.errors import MemoryBudgetError, MeshError
 from autopar.ir.identity import plan_digest
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Constant, Program
-from autopar.ir.traced_step import TracedStep
+from autopar.ir.traced_step import FlatCall, TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     CreateStateParallel,
@@ -79,16 +81,8 @@ def plan_together(
     def arguments() -> dict[str, Any]:
         devices_per_process(devices)  # raises if they cannot be a cluster
         call = flatten_call(fn, args, kwargs, options.static_argnums)
-        shapes = jax.eval_shape(lambda *leaves: list(leaves), *call.leaves)
-        types = dict(zip(call.paths, map(_type_text, shapes), strict=True))
-        return {
-            "JAX": jax.__version__,
-            "devices": [d.id for d in devices],
-            "step": name,
-            "options": repr(options),
-            **_method_report(given),
-            **types,
-        }
+        asked = {"step": name, "options": repr(options), **_method_report(given)}
+        return {"devices": [d.id for d in devices], **asked, **_types_report(call)}
 
     remedies = {"plan": _OTHER_PLANS}
     consensus.agree("arguments", arguments, arrival_limit_s(), remedies=remedies)
@@ -100,16 +94,16 @@ def plan_together(
         )
         state_of_training(traced, method)
 
-    one_mesh = _has_arrays_across_processes(args, kwargs)
+    one_mesh, found = _has_arrays_across_processes(args, kwargs), _Found(devices)
 
     def plan() -> str:
-        planned = plan_step(
-            fn, args, kwargs, cluster=cluster, method=method, options=options, one_mesh=one_mesh
+        return found.text_of(
+            lambda: plan_step(
+                fn, args, kwargs, cluster=cluster, method=method, options=options, one_mesh=one_mesh
+            )
         )
-        _check_plan(planned.plan, len(devices))
-        return planned.plan.to_json()
 
-    text = consensus.from_first("plan", plan, planning_s)
+    text = _plan_text(consensus.from_first("plan", plan, planning_s))
     if isinstance(method, (CreateStateParallel, FollowParallel)) and (
         options.donate_argnums == "auto"
     ):
@@ -117,9 +111,35 @@ def plan_together(
 
     def bound() -> PlannedStep:
         received = ParallelPlan.from_json(text, "the plan of process 0")
-        return plan_step(fn, args, kwargs, cluster=cluster, method=received, options=options)
+        bound = plan_step(fn, args, kwargs, cluster=cluster, method=received, options=options)
+        return replace(bound, cache_key=found.cache_key)
 
     return consensus.agree("binding", bound, planning_s, report=_identity)
+
+
+class _Found:
+    """What process 0 finds for all. `cache_key`: of its plan cache."""
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._num_devices, self.cache_key = len(devices), ""
+
+    def text_of(self, plan: Callable[[], PlannedStep]) -> str:
+        """The plan, or why none fits, for the other processes."""
+        try:
+            planned = plan()
+        except MemoryBudgetError as error:
+            return json.dumps({"misfit": _misfit_fields(error)})
+        _check_plan(planned.plan, self._num_devices)
+        self.cache_key = planned.cache_key
+        return json.dumps({"plan": planned.plan.to_json()})
+
+
+def _plan_text(told: str) -> str:
+    """The plan of process 0; if it found that none fits, the same error in every process."""
+    found = json.loads(told)
+    if "misfit" in found:
+        raise MemoryBudgetError(**found["misfit"])
+    return found["plan"]
 
 
 def compile_together(name: str, compile: Callable[[], object]) -> None:
@@ -132,7 +152,25 @@ def compile_together(name: str, compile: Callable[[], object]) -> None:
     Consensus(name).agree("compiling", compiled, planning_limit_s())
 
 
+def count_together(name: str, count: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+    """XLA's bytes by mesh, the most that any process counts, so that all judge a plan alike."""
+    return Consensus(name).largest("memory", count, planning_limit_s())
+
+
 # -- checks and comparisons
+
+
+def _misfit_fields(error: MemoryBudgetError) -> dict[str, Any]:
+    """What the same error is made of in another process."""
+    return {
+        "message": error.problem,
+        "peak_bytes": error.peak_bytes,
+        "budget_bytes": error.budget_bytes,
+        "tried": error.tried,
+        "remedies": error.remedies,
+        "num_micro_batches": error.num_micro_batches,
+        "argument_bytes": error.argument_bytes,
+    }
 
 
 def _has_arrays_across_processes(*args: Any) -> bool:
@@ -164,6 +202,11 @@ def _method_report(method: ParallelMethod | ParallelPlan | None) -> dict[str, st
 
 def _cluster_report(cluster: ClusterSpec) -> dict[str, str]:
     return {"cluster": repr(replace(cluster, profile=None)), "profile": str(cluster.priced_by)}
+
+
+def _types_report(call: FlatCall) -> dict[str, str]:
+    shapes = jax.eval_shape(lambda *leaves: list(leaves), *call.leaves)
+    return {"JAX": jax.__version__, **dict(zip(call.paths, map(_type_text, shapes), strict=True))}
 
 
 def _type_text(shape: jax.ShapeDtypeStruct) -> str:

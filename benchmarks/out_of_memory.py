@@ -27,12 +27,12 @@ CASES = ("gpt", "vit", "unet")
 _FULL = {
     "gpt": {"layers": 24, "width": 1024, "heads": 16, "length": 1024, "words": 32768, "rows": 96},
     "vit": {"layers": 24, "width": 1024, "heads": 16, "side": 224, "patch": 16, "rows": 1024},
-    "unet": {"channels": 128, "levels": 4, "side": 256, "rows": 480},
+    "unet": {"channels": 64, "levels": 3, "blocks": 5, "side": 256, "rows": 480},
 }
 _TINY = {
     "gpt": {"layers": 2, "width": 64, "heads": 4, "length": 32, "words": 256, "rows": 16},
     "vit": {"layers": 2, "width": 64, "heads": 4, "side": 32, "patch": 8, "rows": 16},
-    "unet": {"channels": 8, "levels": 2, "side": 16, "rows": 16},
+    "unet": {"channels": 8, "levels": 2, "blocks": 2, "side": 16, "rows": 16},
 }
 _SLICES = {"gpt": 16, "vit": 16, "unet": 20}  # of the oracle's batch
 _TINY_SLICES = 8
@@ -152,18 +152,17 @@ def _unet(z: dict[str, int], keys: Any) -> tuple[Any, Any, Loss]:
     def kernel(i: int, o: int) -> Any:
         return jax.random.normal(next(keys), (3, 3, i, o)) * (2 / (9 * i)) ** 0.5
 
+    def level(i: int, o: int) -> list[Any]:
+        """Kernels of `blocks` pairs of convolutions, the first of which has `i` channels."""
+        inputs = [i] + [o] * (z["blocks"] - 1)
+        return [{"a": kernel(channels, o), "b": kernel(o, o)} for channels in inputs]
+
     widths = [c * 2**i for i in range(n)]
     params = {
         "in": kernel(3, c),
         "out": kernel(c, 3),
-        "down": [
-            {"a": kernel(widths[max(i - 1, 0)], widths[i]), "b": kernel(widths[i], widths[i])}
-            for i in range(n)
-        ],
-        "up": [
-            {"a": kernel(widths[i] + widths[i + 1], widths[i]), "b": kernel(widths[i], widths[i])}
-            for i in range(n - 1)
-        ],
+        "down": [level(widths[max(i - 1, 0)], widths[i]) for i in range(n)],
+        "up": [level(widths[i] + widths[i + 1], widths[i]) for i in range(n - 1)],
     }
     shape = (z["rows"], z["side"], z["side"], 3)
     batch = {name: jax.random.normal(next(keys), shape, bf16) for name in "xy"}
@@ -181,20 +180,22 @@ def _unet(z: dict[str, int], keys: Any) -> tuple[Any, Any, Loss]:
         y = (y - y.mean((1, 3), keepdims=True)) * jax.lax.rsqrt(y.var((1, 3), keepdims=True) + 1e-5)
         return jax.nn.silu(y.reshape(x.shape)).astype(bf16)
 
-    def two(x: Any, w: Any) -> Any:
-        return act(conv(act(conv(x, w["a"])), w["b"]))
+    def blocks(x: Any, pairs: Any) -> Any:
+        for w in pairs:
+            x = act(conv(act(conv(x, w["a"])), w["b"]))
+        return x
 
     def loss(p: Any, b: Any) -> Any:
         x, kept = conv(b["x"], p["in"]), []
         for i, w in enumerate(p["down"]):
-            x = two(x, w)
+            x = blocks(x, w)
             if i < n - 1:
                 kept.append(x)
                 rows, h, width, channels = x.shape
                 x = x.reshape(rows, h // 2, 2, width // 2, 2, channels).mean((2, 4))
         for i in reversed(range(n - 1)):
             x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
-            x = two(jnp.concatenate([x, kept[i]], -1), p["up"][i])
+            x = blocks(jnp.concatenate([x, kept[i]], -1), p["up"][i])
         wrong = conv(x, p["out"]).astype(jnp.float32) - b["y"].astype(jnp.float32)
         return jnp.mean(jnp.square(wrong))
 
@@ -232,7 +233,9 @@ def _under_jit(train_step: Any, host: Any, batch: Any, runs: bool) -> dict[str, 
 
     found: dict[str, Any] = {"jit_out_of_memory": False}
     try:
-        compiled = jax.jit(train_step, donate_argnums=0).lower(host, batch).compile()
+        lowered = jax.jit(train_step, donate_argnums=0).lower(host, batch)
+        # Trying kernels for convolutions of the whole batch would take minutes.
+        compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
         stats = compiled.memory_analysis()
         assert stats is not None
         found["jit_bytes"] = (
@@ -280,6 +283,11 @@ def run(case: str, tiny: bool) -> dict[str, Any]:
 
     import autopar
 
+    began = time.perf_counter()
+
+    def note(phase: str) -> None:
+        print(f"{time.perf_counter() - began:.0f} s: {phase}", file=sys.stderr, flush=True)
+
     keys = iter(jax.random.split(jax.random.key(0), 200))
     params, batch, loss = _MODELS[case]((_TINY if tiny else _FULL)[case], keys)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -295,20 +303,24 @@ def run(case: str, tiny: bool) -> dict[str, Any]:
     device = jax.devices()[0]
     row: dict[str, Any] = {"case": case, "device": device.device_kind, "jax": jax.__version__}
     row["parameters"] = sum(x.size for x in jax.tree.leaves(host["params"]))
+    note("jax.jit")
     row.update(_under_jit(train_step, host, batch, runs=not tiny))
+    note("oracle")
     row["oracle_losses"] = _oracle(loss, host, batch, _TINY_SLICES if tiny else _SLICES[case])
     budget = 0.75 * row["jit_bytes"] if tiny else None
     options = autopar.ShardingOptions(memory_budget_bytes=budget)
     step = autopar.parallelize(train_step, method=autopar.AutoParallel(options=options))
-    began = time.perf_counter()
+    note("autopar")
+    first = time.perf_counter()
     mine, value = step(jax.tree.map(jnp.asarray, host), batch)
     losses = [float(value)]
-    row["first_call_s"] = time.perf_counter() - began
+    row["first_call_s"] = time.perf_counter() - first
+    note("steps")
     for _ in range(2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         mine, value = step(mine, batch)
         losses.append(float(value))
-        row["step_s"] = time.perf_counter() - began
+        row["step_s"] = time.perf_counter() - start
     plan = step.last_executable.plan
     found = plan.memory_found
     stats = device.memory_stats() or {}
@@ -341,8 +353,10 @@ def in_a_process(case: str, tiny: bool, limit_s: float) -> dict[str, Any]:
             capture_output=True,
             text=True,
         )
-    except subprocess.TimeoutExpired:
-        return {"case": case, "error": f"not done after {limit_s:g} s"}
+    except subprocess.TimeoutExpired as late:
+        written = late.stderr or b""
+        notes = written if isinstance(written, str) else written.decode(errors="replace")
+        return {"case": case, "error": f"not done after {limit_s:g} s", "log": notes[-2500:]}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {"case": case, "error": done.stderr[-2500:]}
 

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -18,7 +18,9 @@ import autopar
 from autopar.cost.reshard import reshard_table
 from autopar.ir.stages import PipelineChoice
 from autopar.sharding.strategies import enumerate_strategies
-from examples.models import Example
+
+if TYPE_CHECKING:
+    from examples.models import Example
 
 GIB = 2**30
 

@@ -18,6 +18,7 @@ from autopar.ir.text import format_bytes, format_seconds
 from autopar.measure.verify.plan_verified import CompiledPlan, fitted_by_xla
 from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
+from autopar.sharding.refit import first_plan
 
 OK, NOT_FITTING = 0, 1
 
@@ -38,9 +39,10 @@ def run_plan(arguments: Namespace) -> int:
         request = request.with_option("batch", arguments.batch)
     if arguments.verify:
         check_compiler(request.target().cluster, arguments.target)
-    made, report = make_plan(request), None
     if arguments.verify:
-        made, report = _verified(made, request, arguments)
+        made, report = _verified(request, arguments)
+    else:
+        made, report = make_plan(request), None
     plan = made.plan
     if arguments.save:
         plan.save(arguments.save)
@@ -91,11 +93,11 @@ def _check_baselines(arguments: Namespace, request: PlanRequest) -> None:
         )
 
 
-def _verified(
-    made: MadePlan, request: PlanRequest, arguments: Namespace
-) -> tuple[MadePlan, VerifyReport]:
+def _verified(request: PlanRequest, arguments: Namespace) -> tuple[MadePlan, VerifyReport]:
     """The plan, or the first that fits by XLA's count, and what XLA made of it; where none does,
-    the first one, whose report says so."""
+    the first one, whose report says so. A step that is predicted not to fit by a little is left to
+    XLA."""
+    made, misfit = first_plan(lambda correction: make_plan(request, correction=correction))
     batch = {} if arguments.batch_argnums is None else {"batch_argnums": arguments.batch_argnums}
     user, target = made.step, arguments.target
     tried: list[tuple[MadePlan, CompiledPlan]] = []
@@ -117,6 +119,8 @@ def _verified(
     try:
         plan = fitted_by_xla(first, again)
     except MemoryBudgetError as error:
+        if misfit is not None:
+            raise misfit.having_tried({"XLA's count": error.problem}) from error
         print(f"autopar: {error}", file=sys.stderr)
         return made, first.report
     last, one = tried[-1]

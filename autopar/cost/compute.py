@@ -41,6 +41,13 @@ def compute_s(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) ->
     return max(flops / flops_per_s, num_bytes / bytes_per_s)
 
 
+def exact_s(device: DeviceSpec, node: Node, parallelism: int = 1) -> float:
+    """The least seconds of a product whose 32-bit numbers are not rounded; 0 for all else."""
+    if node.work is None or not node.work.is_exact:
+        return 0.0
+    return node.flops / parallelism / (device.flops_32bit_exact * device.efficiency)
+
+
 def local_size(
     array: int, dim: int, node: Node, values: Sequence[Value], mesh: LogicalMesh, layout: Layout
 ) -> int:

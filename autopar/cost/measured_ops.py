@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from autopar.cost.compute import compute_s, local_size, local_sizes
+from autopar.cost.compute import compute_s, exact_s, local_size, local_sizes
 from autopar.cost.measured import MeasuredCosts, measured_costs, row_bytes
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.mesh import LogicalMesh
@@ -34,9 +34,11 @@ def measured_op_s(
     if node.work is not None:
         seconds = _work_s(node, values, mesh, layouts, costs, dtype)
         if seconds is not None:
+            seconds = max(seconds, exact_s(mesh.device, node, parallelism))
             return seconds + _kernels_s(node, values, mesh, layouts, costs, parallelism)
         moved = _moved(node.touched_bytes, layouts, mesh)
-        return compute_s(mesh.device, node.flops / parallelism, moved, dtype)
+        seconds = compute_s(mesh.device, node.flops / parallelism, moved, dtype)
+        return max(seconds, exact_s(mesh.device, node, parallelism))
     return _kernels_s(node, values, mesh, layouts, costs, parallelism)
 
 

@@ -133,8 +133,10 @@ def _copies(
     spans: dict[tuple, tuple[int, int]] = {}
     sent: dict[tuple, tuple[int, int, float]] = {}
     written = in_memory(graph)
-    for index, node in enumerate(graph.nodes):
-        start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
+    by_pass = refetch or graph.liveness.runs_alone
+    for index, start, end, is_again in graph.liveness.copy_spans():
+        node = graph.nodes[index]
+        region = BACKWARD if is_again else node.region
         for position, value in enumerate(node.operands):
             producer, result = graph.producer[value]
             source, target = layouts[producer][1][result], layouts[index][0][position]
@@ -145,7 +147,7 @@ def _copies(
                 size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
                 yield Holding(value, graph.liveness.times[producer], start, size, True)
                 continue
-            key = (value, target, node.region if refetch else "")
+            key = (value, target, region if by_pass else "")
             if value not in written and key not in spans:
                 size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
                 sent[key] = start, end, size

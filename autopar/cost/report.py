@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from autopar.cost.compute import compute_s
+from autopar.cost.compute import compute_s, exact_s
 from autopar.cost.convolution_patches import patches_s
 from autopar.cost.halo import halo_steps
 from autopar.cost.measured_ops import measured_op_s
@@ -243,6 +243,7 @@ def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, layouts: NodeLay
     )
     dtype = graph.values[values[0]].dtype
     seconds = compute_s(mesh.device, node.flops / ways, moved, dtype)
+    seconds = max(seconds, exact_s(mesh.device, node, ways))
     return node.weight * (seconds + patches_s(node, graph.values, mesh, all_layouts, ways))
 
 

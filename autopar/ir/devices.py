@@ -85,6 +85,14 @@ class DeviceSpec:
         return self.host_link_bandwidth or _PCIE_GEN5
 
     @property
+    def flops_32bit_exact(self) -> float:
+        """Of float32 products that are not rounded to TF32, per second."""
+        per_byte = _INSTRUCTIONS_PER_BYTE.get(self.name)
+        if per_byte is None:
+            return self.flops_32bit
+        return min(per_byte * self.memory_bandwidth, self.flops_32bit)
+
+    @property
     def instructions_per_byte(self) -> float:
         """Instructions on elements that take as long as moving a byte: what XLA weighs computing a
         value again against writing it by. That of an H100 for devices that are not listed."""

@@ -9,7 +9,7 @@ over split reduction factors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -95,13 +95,15 @@ class OpSize:
                                               in and out channels, positions of the window
     attention, attention-gradient:            heads of all sequences, queries, keys, head size
 
-    `has_holes`: between the elements of a convolution's window.
+    `has_holes`: between the elements of a convolution's window. `is_exact`: 32-bit numbers that are
+    not rounded to fewer bits, as tensor cores do.
     """
 
     kind: str
     sizes: tuple[tuple[tuple[int, int], ...], ...]
     is_causal: bool = False
     has_holes: bool = False
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,8 @@ class Liveness:
     lives from then until `node_ends[node]`. `in_memory`: values that are written to memory, and
     views of them; all others are fused into their readers. `unhidden`: what is true instead if the
     backward pass of a micro-batch sends nothing, so that nothing runs late to hide it.
-    `runs_alone`: each micro-batch is run by programs of its own, as in a stage."""
+    `runs_alone`: each micro-batch is run by programs of its own, as in a stage. `again`: nodes that
+    the backward one of these runs once more: (node, its time there, the end of copies for it)."""
 
     lives: tuple[Life, ...] = ()
     times: tuple[int, ...] = ()
@@ -185,6 +188,13 @@ class Liveness:
     in_memory: frozenset[int] = frozenset()
     unhidden: Liveness | None = None
     runs_alone: bool = False
+    again: tuple[tuple[int, int, int], ...] = ()
+
+    def copy_spans(self) -> Iterator[tuple[int, int, int, bool]]:
+        """(node, start, end, whether it runs again) of the copies that are made for a node."""
+        for node, (start, end) in enumerate(zip(self.times, self.node_ends, strict=True)):
+            yield node, start, end, False
+        yield from ((*one, True) for one in self.again)
 
     @property
     def least(self) -> Liveness:

@@ -24,8 +24,10 @@ class MemoryCorrection:
     def factor(self, recomputes: bool) -> float:
         return self.recomputed if recomputes else self.kept
 
-    def times(self, factor: float, recomputes: bool) -> MemoryCorrection:
-        """With one of the factors multiplied."""
+    def times(self, factor: float, recomputes: bool | None = None) -> MemoryCorrection:
+        """With one of the factors multiplied, or both."""
+        if recomputes is None:
+            return MemoryCorrection(self.kept * factor, self.recomputed * factor)
         new = self.factor(recomputes) * factor
         return replace(self, recomputed=new) if recomputes else replace(self, kept=new)
 

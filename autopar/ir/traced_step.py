@@ -106,6 +106,7 @@ class TracedStep:
     is_reordered: bool = False  # its products transpose smaller arrays than those that were traced
     loop: int | None = None  # the equation that is the loop over micro-batches
     is_stage: bool = False  # of a pipeline: its loop's body is run as programs of their own
+    backward: tuple[int, ...] = ()  # equations of that body that the stage's backward program runs
     host: HostCut | None = None  # state in host memory, and the equations that update it
 
     def with_program(self, program: Program, **changes: Any) -> TracedStep:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from autopar.ir.program import Constant, Equation, Operand, values_in
 from autopar.ir.program_sharding import EquationSharding
 from autopar.ir.spec import Layout
-from autopar.lower.layer_runs import LayerRun
 from autopar.lower.stage_bodies import (
     Exit,
     LayerLoop,
@@ -19,6 +18,7 @@ from autopar.lower.stage_bodies import (
     StageProgramBody,
 )
 from autopar.rewrite.residuals import is_cheap
+from autopar.tracer.layer_runs import LayerRun
 
 
 def items_of(

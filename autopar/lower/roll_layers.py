@@ -2,7 +2,7 @@
 
 A model that scans over its layers is unrolled before it is cut into stages, so a stage program has
 as many copies of a layer as the stage has layers, and XLA takes time for each. Here a run of equal
-layers (`lower.layer_runs`) becomes a loop again, in the forward and in the backward stage program:
+layers (`tracer.layer_runs`) becomes a loop again, in the forward and in the backward stage program:
 compile time no longer grows with depth. Plans do not change: the loop's body has the layouts that
 the layers have.
 
@@ -32,7 +32,6 @@ from autopar.lower.body_edits import (
     pruned,
     with_loop,
 )
-from autopar.lower.layer_runs import Key, LayerRun, find_run, numbered_layers
 from autopar.lower.stage_bodies import (
     Entry,
     Exit,
@@ -43,8 +42,13 @@ from autopar.lower.stage_bodies import (
     stacked_layout,
 )
 from autopar.lower.whole_stacks import StackGroup, with_whole_stacks
-
-MIN_LAYERS = 4  # fewer are compiled soon, and run a little faster written out
+from autopar.tracer.layer_runs import (
+    Key,
+    LayerRun,
+    find_run,
+    numbered_layers,
+    ranges_to_try,
+)
 
 
 def roll_layers(staged: StagePrograms) -> StagePrograms:
@@ -104,15 +108,7 @@ class _StageRoller:
         numbers = [sorted(numbered_layers(items_of(b)[0]).get(key, ())) for b in self.looped()]
         numbers = [own for own in numbers if own]
         first, last = max(own[0] for own in numbers), min(own[-1] for own in numbers)
-        for low, high in (
-            (first, last),
-            (first + 1, last),
-            (first, last - 1),
-            (first + 1, last - 1),
-        ):
-            if high - low + 1 < MIN_LAYERS:
-                continue
-            chosen = range(low, high + 1)
+        for chosen in ranges_to_try(first, last):
             runs = [self.run_of(body, key, chosen) for body in self.bodies]
             if any(
                 run is None and self.has(body, key, chosen)

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from math import gcd, prod
 
 from autopar.ir.devices import DeviceSpec
+from autopar.measure.judge_lanes import lane_ops, plain_lane_ops, tiled_lane_ops
 from autopar.measure.judge_tiles import PRODUCTS, SPLITS, convolution_s, tiled_s, wide_window_s
 from autopar.measure.judge_traffic import (
     CACHE_SPEED,
-    UPDATES,
     Named,
     Work,
     fusion_traffic,
@@ -57,7 +57,10 @@ UNALIGNED_DEPTH = {8: 0.43, 4: 0.43, 2: 0.3, 1: 0.3}
 SINGLE_LOADS = 2.0  # traffic of a tile with rows aligned to 2 bytes, as if it were so much more
 HELD_LOAD = 26.0  # instructions for each number of such rows that a tile holds between two sums
 CHANNELS = 8  # fewer of them, in each of several groups, leave a convolution to vector lanes
-GROUPED = 0.25  # of the vector rate, for convolutions in groups
+GROUPED = {2: 0.25, 4: 0.16}  # by bytes, of the vector rate, for convolutions in groups
+ALONG_ONE = 650.0  # instructions more for every element of those along one dimension
+FILTER_SCRATCH = 2.5  # times the traffic of other scratch memory, for gradients of their kernels
+IN_LANES = 40.0  # instructions of a multiply-add; where channels are very few, that is faster
 VECTOR = 1 / 30  # lanes' instructions per second, as a share of 16-bit product flops
 VECTOR_SHARE = 0.6  # of that in practice
 SCRATCH = 4.0  # traffic per byte of a convolution's scratch memory: written and read, transposed
@@ -67,43 +70,16 @@ TRANSFORMED = 4.0  # times its arrays: scratch memory of a convolution that is m
 SMOOTH = 4.0  # the larger, the more the slowest kind of work decides alone
 SMOOTH_ROWS = 2.0  # of sums across rows
 
-# Instructions of a lane per element; what is not listed takes one.
-_COSTS = {
-    **dict.fromkeys(("parameter", "constant", "bitcast", "reshape", "broadcast", "iota"), 0.0),
-    **dict.fromkeys(("tuple", "get-tuple-element", "copy", "bitcast-convert"), 0.0),
-    "convert": 1.5,
-    "divide": 8.0,
-    "remainder": 12.0,
-    **dict.fromkeys(("sqrt", "rsqrt", "exponential"), 6.0),
-    **dict.fromkeys(("log", "exponential-minus-one", "logistic"), 16.0),
-    **dict.fromkeys(("tanh", "erf", "log-plus-one"), 30.0),
-    **dict.fromkeys(("sine", "cosine", "tan", "cbrt", "atan2"), 40.0),
-    "power": 80.0,
-    **dict.fromkeys(("slice", "transpose", "concatenate", "reverse", "dynamic-slice"), 3.0),
-    **dict.fromkeys(("pad", "gather"), 6.0),
-    **dict.fromkeys(("dot", "convolution", "custom-call"), 0.0),
-}
 LEAST_ROWS = 1e5  # elements of a sum across rows that takes ROWS_S
-WARP = 32  # lanes that take branches together
-LOAD = 1.0
-LOAD_ELSEWHERE = 4.0  # at an index of its own
-LOAD_IN_BRANCH = 6.0
-_MOVES = frozenset(
-    (
-        *("slice", "dynamic-slice", "gather", "pad", "concatenate", "transpose", "reverse"),
-        *("broadcast", "reduce", "reduce-window", "dynamic-update-slice", "scatter"),
-    )
-)
-_BRANCHES = frozenset(("pad", "concatenate"))
-_CUBLAS = re.compile(r'custom_call_target="__cublas\$')
+_CUBLAS = re.compile(r'custom_call_target="__cublas\$(?:gemm|lt\$)')
 _CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?P<kind>[A-Za-z]*)')
 _CUDNN_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(?P<back>Backward)?"')
 _BACKWARD_ATTENTION = 2.5  # five products in place of two
+_EXACT = re.compile(r'operand_precision"?[=:][\[{]"?highest', re.IGNORECASE)  # not rounded to TF32
 _TRITON = re.compile(r'"kind":"__triton')
 _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
+_ALONG = re.compile(r"dimensions=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(?P<kernel>\w+)->(?P<result>\w+)")
-_PADDING = re.compile(r"padding=([\dx_\-]+)")
-_DIMENSIONS = re.compile(r"dimensions=\{([\d,]*)\}")
 _GROUPS = re.compile(r"feature_group_count=(\d+)")
 _WINDOW_SIZE = re.compile(r"window=\{[^}]*\bsize=([\dx]+)")
 _WINDOW_STRIDE = re.compile(r"window=\{[^}]*\bstride=([\dx]+)")
@@ -144,11 +120,12 @@ def work_of(one: Instruction, module: HloModule, by_name: Named, device: DeviceS
             return work
         is_reduction = "kind=kInput" in one.attributes
         work.sums_rows = is_reduction and any(_sums_rows(other, inside) for other in inner)
-        work.lane_ops += _lane_ops(inner, inside)
+        is_loop = "kind=kLoop" in one.attributes
+        work.lane_ops += lane_ops(work, inner, inside, by_name, is_loop)
         return work
     work = plain_traffic(one, module, by_name)
     _add_products(work, [one], by_name, device)
-    work.lane_ops += _COSTS.get(one.opcode, 1.0) * size_of(one)
+    work.lane_ops += plain_lane_ops(one)
     return work
 
 
@@ -167,7 +144,7 @@ def _add_tiled(
     between them: few tiles are under way at a time, so that loading, computing and storing take
     turns. Rows are padded to a power of two."""
     _slow_single_loads(work, fusion, by_name)
-    work.lane_ops += _tiled_lane_ops(inner, inside)
+    work.lane_ops += tiled_lane_ops(inner, inside)
     sums = [one for one in inner if one.opcode == "reduce" and one.operands[0] in inside]
     if len(sums) > 1:
         work.in_turn = True
@@ -178,6 +155,15 @@ def _add_tiled(
         whole = [one for one in arrays if size_of(one) >= size_of(summed)]
         single = sum(size_of(one) for one in whole if _alignment(one) <= 2)
         work.lane_ops += padded * HELD_LOAD * single
+
+
+def _sums_rows(one: Instruction, inside: Named) -> bool:
+    along = _ALONG.search(one.attributes)
+    if one.opcode != "reduce" or along is None or one.operands[0] not in inside:
+        return False
+    source = inside[one.operands[0]]
+    is_along_rows = str(minor_dimension(source)) in along[1].split(",")
+    return size_of(source) >= LEAST_ROWS and not is_along_rows
 
 
 # Products
@@ -212,19 +198,25 @@ def _product_s(
     batch = prod(shape[int(n)] for n in re.findall(r"\d+", found[1])) if found else 1
     depth = flops / 2 / prod(result.shape)
     sides = (left / depth / batch, right / depth / batch)
-    item = item_bytes(operands[0])
-    is_library = one.opcode == "custom-call"
-    rate = _peak(operands[0], device)
+    is_wide = item_bytes(operands[0]) >= 4
+    extra = min(EXTRA_DEPTH[4 if is_wide else 2], max(depth, LEAST_EXTRA))
+    splits = SPLITS if one.opcode == "custom-call" else (1,)
+    rate = _product_rate(one, operands, depth, device)
+    return tiled_s(batch, *sides, depth, rate, extra, splits=splits)
+
+
+def _product_rate(
+    one: Instruction, operands: Sequence[Instruction], depth: float, device: DeviceSpec
+) -> float:
+    item, rate = item_bytes(operands[0]), _peak(operands[0], device)
+    if item >= 4 and _EXACT.search(one.attributes):  # on lanes, which load numbers one by one
+        return min(rate, 2 * VECTOR * device.flops_16bit)
     if item >= 4:
-        rate *= LIBRARY_32BIT if is_library else TRITON_32BIT
+        rate *= LIBRARY_32BIT if one.opcode == "custom-call" else TRITON_32BIT
     alignment = min(_alignment(other) for other in (*operands, one))
     if depth * item % 16:
-        rate *= UNALIGNED_DEPTH.get(alignment, 1.0)
-    else:
-        rate *= UNALIGNED_32BIT if item >= 4 else UNALIGNED.get(alignment, 1.0)
-    extra = min(EXTRA_DEPTH[4 if item >= 4 else 2], max(depth, LEAST_EXTRA))
-    splits = SPLITS if is_library else (1,)
-    return tiled_s(batch, *sides, depth, rate, extra, splits=splits)
+        return rate * UNALIGNED_DEPTH.get(alignment, 1.0)
+    return rate * (UNALIGNED_32BIT if item >= 4 else UNALIGNED.get(alignment, 1.0))
 
 
 def _add_convolution(
@@ -236,27 +228,32 @@ def _add_convolution(
         return
     work.flops += flops
     work.scratch = one.results[-1].num_bytes if len(one.results) > 1 else 0.0
-    if work.scratch > TRANSFORMED * work.num_bytes:
-        return
-    is_filter, is_input = kind.startswith("BackwardFilter"), kind.startswith("BackwardInput")
-    outputs = operands[1] if is_filter else operands[0] if is_input else one
-    kernel = (one if is_filter else operands[1]).results[0].shape
     found = _GROUPS.search(one.attributes)
     groups = int(found[1]) if found else 1
+    is_filter, is_input = kind.startswith("BackwardFilter"), kind.startswith("BackwardInput")
+    if work.scratch > TRANSFORMED * work.num_bytes:
+        work.scratch *= FILTER_SCRATCH if is_filter and groups > 1 else 1.0
+        return
+    outputs = operands[1] if is_filter else operands[0] if is_input else one
+    kernel = (one if is_filter else operands[1]).results[0].shape
     inputs = kernel[labels["kernel"].index("i")]
     features = kernel[labels["kernel"].index("o")] / groups
-    if groups > 1 and min(inputs, features) < CHANNELS:
-        work.lane_ops += flops / 2 / GROUPED
-        return
     positions = prod(outputs.results[0].shape) / (features * groups)
     window, strides = (_window_sizes(form, one) for form in (_WINDOW_SIZE, _WINDOW_STRIDE))
     item, rate = item_bytes(operands[0]), _peak(operands[0], device)
+    if groups > 1 and min(inputs, features) < CHANNELS:
+        work.lane_ops += flops / 2 / GROUPED[2 if item <= 2 or is_filter else 4]
+        if len(window) == 1:
+            work.lane_ops += ALONG_ONE * positions * features * groups
+        return
+    if item >= 4 and _EXACT.search(one.attributes):
+        rate = min(rate, 2 * VECTOR * device.flops_16bit)
     per_image = positions / outputs.results[0].shape[labels["result"].index("b")]
     has_holes = "rhs_dilate=" in one.attributes
     if not (is_filter or is_input) and prod(window) > per_image and (has_holes or len(window) > 2):
         work.products_s += wide_window_s(positions, inputs, features, window, item, rate)
         return
-    work.products_s += convolution_s(
+    in_tiles_s = convolution_s(
         "BackwardFilter" if is_filter else "BackwardInput" if is_input else "Forward",
         groups,
         positions,
@@ -267,6 +264,11 @@ def _add_convolution(
         item,
         rate,
     )
+    on_lanes = IN_LANES * positions * prod(window) * inputs * features * groups
+    if on_lanes < in_tiles_s * VECTOR_SHARE * VECTOR * device.flops_16bit:
+        work.lane_ops += on_lanes
+    else:
+        work.products_s += in_tiles_s
 
 
 def _window_sizes(form: re.Pattern[str], one: Instruction) -> list[int]:
@@ -296,111 +298,3 @@ def _alignment(one: Instruction) -> int:
     if not one.results or not one.results[0].shape:
         return 16
     return gcd(one.results[0].shape[minor_dimension(one)] * item_bytes(one), 16)
-
-
-# Arithmetic
-
-
-def _tiled_lane_ops(inner: Sequence[Instruction], inside: Named) -> float:
-    """Triton computes every value of a tile once."""
-    total = 0.0
-    for one in inner:
-        elements = size_of(one) * _reads_per_value(one, inside)
-        total += elements * (LOAD if one.opcode == "parameter" else _COSTS.get(one.opcode, 1.0))
-    return total
-
-
-def _lane_ops(inner: Sequence[Instruction], inside: Named) -> float:
-    """Every value of a fusion is computed once for all who read it at the same index, and again for
-    each who reads it at another."""
-    here: dict[str, float] = {}
-    elsewhere: dict[str, float] = {}
-    in_branch: dict[str, bool] = {}
-    rotated = _rotated(inner, inside)
-    total = 0.0
-    for one in reversed(inner):
-        if one.is_root:
-            here[one.name] = float(size_of(one))
-        times = here.get(one.name, 0.0) + elsewhere.get(one.name, 0.0)
-        if (place := UPDATES.get(one.opcode)) is not None and one.operands[place] in inside:
-            times = min(times, float(size_of(inside[one.operands[place]])))
-        branched = in_branch.get(one.name, False)
-        if one.opcode == "tuple":
-            here.update({name: float(size_of(inside[name])) for name in one.operands})
-            continue
-        if one.opcode == "parameter":
-            moved = elsewhere.get(one.name, 0.0)
-            load = LOAD_IN_BRANCH if branched else LOAD_ELSEWHERE
-            total += LOAD * here.get(one.name, 0.0) + load * moved
-            continue
-        reads = _reads_per_value(one, inside)
-        if one.name not in rotated:
-            total += times * max(reads, 1.0) * _COSTS.get(one.opcode, 1.0)
-        for place, name in enumerate(one.operands):
-            if name not in inside:
-                continue
-            value = times * reads
-            if one.opcode in UPDATES:
-                if place != UPDATES[one.opcode]:
-                    continue
-                value = float(size_of(inside[name]))
-            elif one.opcode in _BRANCHES:
-                if _diverges(one, inside):
-                    in_branch[name] = True
-                else:
-                    value *= min(1.0, size_of(inside[name]) / max(size_of(one), 1))
-            if one.opcode in _MOVES and one.opcode != "reduce" and size_of(inside[name]) > 1:
-                elsewhere[name] = elsewhere.get(name, 0.0) + value
-            else:
-                here[name] = max(here.get(name, 0.0), value)
-            if branched:
-                in_branch[name] = True
-    return total
-
-
-def _rotated(inner: Sequence[Instruction], inside: Named) -> set[str]:
-    """Shifts of one number by which it is rotated, as random bits are made: with the `or` of both
-    they are one instruction."""
-    found: set[str] = set()
-    for one in inner:
-        if one.opcode != "or" or not all(name in inside for name in one.operands):
-            continue
-        left, right = (inside[name] for name in one.operands)
-        opcodes = {left.opcode, right.opcode}
-        if (
-            opcodes == {"shift-left", "shift-right-logical"}
-            and left.operands[0] == right.operands[0]
-        ):
-            found |= {left.name, right.name}
-    return found
-
-
-def _diverges(one: Instruction, inside: Named) -> bool:
-    """Whether neighbours along a row take different branches."""
-    if one.is_root:  # a loop for each part
-        return False
-    minor = minor_dimension(one)
-    if one.opcode == "pad":
-        padding = _PADDING.search(one.attributes)
-        parts = padding[1].split("x")[minor].split("_") if padding else []
-        return len(parts) == 3 and parts[2] != "0"
-    along = _DIMENSIONS.search(one.attributes)
-    if along is None or along[1] != str(minor):
-        return False
-    return min(inside[name].results[0].shape[minor] for name in one.operands) < WARP
-
-
-def _sums_rows(one: Instruction, inside: Named) -> bool:
-    along = _DIMENSIONS.search(one.attributes)
-    if one.opcode != "reduce" or along is None or one.operands[0] not in inside:
-        return False
-    source = inside[one.operands[0]]
-    is_along_rows = str(minor_dimension(source)) in along[1].split(",")
-    return size_of(source) >= LEAST_ROWS and not is_along_rows
-
-
-def _reads_per_value(one: Instruction, inside: Named) -> float:
-    """How many elements of an operand go into one of the result."""
-    if one.opcode not in ("reduce", "dot") or one.operands[0] not in inside:
-        return 1.0
-    return max(1.0, size_of(inside[one.operands[0]]) / max(size_of(one), 1))

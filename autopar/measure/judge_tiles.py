@@ -25,6 +25,7 @@ PRODUCTS = 0.71  # of the peak rate, for a tile that is full
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LEAST_DEPTH = 1024  # of a tile whose contraction is split among multiprocessors
 WIDE_TILES = ((128, 128, 1.0), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.5))
+CONVOLUTION_TILES = (*WIDE_TILES, (128, 16, 0.15))
 TILES = (*WIDE_TILES, (16, 128, 0.25), (16, 16, 0.2))  # height, width, share of the rate
 
 BLOCK_BYTES = 64  # of channels, along a contraction
@@ -86,7 +87,7 @@ def convolution_s(
         rate *= STRIDED_INPUT if prod(strides) > 1 else 1.0
     else:
         sides = positions, features, places * _blocks(inputs, item, BLOCK_BYTES)
-    return tiled_s(groups, *sides, rate, CONVOLUTION_DEPTH, WIDE_TILES, splits)
+    return tiled_s(groups, *sides, rate, CONVOLUTION_DEPTH, CONVOLUTION_TILES, splits)
 
 
 def wide_window_s(

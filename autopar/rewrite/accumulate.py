@@ -79,6 +79,11 @@ def batch_size(step: TracedStep, num_micro_batches: int) -> int:
                 "their first dimension. Give them equal first dimensions, or pass what has no row "
                 "per example as an argument of its own, and name the others with batch_argnums."
             )
+    if not size:
+        raise MeshError(
+            f"{path}: its batch dimension is 0, so there are no rows for num_micro_batches="
+            f"{num_micro_batches}. Pass a batch with rows, or leave the step out."
+        )
     if size % num_micro_batches:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         near = sorted(divisors, key=lambda n: (abs(n - num_micro_batches), n))[:3]
@@ -117,8 +122,8 @@ def accumulate(
     block = micro_batch_rows.block_rows(size, sizes)
     notes = Notes()
     blocks = size // num_micro_batches // block
-    uses = find_row_uses(full.program, part, shapes, Dealing(num_micro_batches, blocks))
     rows = size // num_micro_batches
+    uses = find_row_uses(full.program, part, shapes, Dealing(num_micro_batches, blocks), rows)
     micro_batches = MicroBatches(num_micro_batches, rows, blocks, shapes, uses, notes)
     program, loop = _write(MicroBatchPlacement(full.program, part, micro_batches, full.out_paths))
     return replace(
@@ -206,9 +211,8 @@ def _finished(
     """The value of the whole batch, from the loop's result."""
     if value in placement.stacked:
         (dim,) = placement.micro_batches.shapes.dims(value)
-        return writer.emit(
-            micro_batch_rows.join, [made], dim=dim, blocks=placement.micro_batches.blocks
-        )
+        blocks = placement.micro_batches.blocks * (placement.order_of(value) or 1)
+        return writer.emit(micro_batch_rows.join, [made], dim=dim, blocks=blocks)
     dtype = placement.full.avals[value].dtype
     if writer.aval(made).dtype != dtype:
         made = writer.emit(_convert, [made], dtype=dtype)

@@ -144,7 +144,12 @@ class Flow:
         free: set[int] = set()
         for equation in program.equations:
             operands = equation.inputs
-            if not operands or all(o in free for o in operands):
+            if equation.name == "optimization_barrier":  # each result is an operand
+                for operand, result in zip(equation.operands, equation.results, strict=True):
+                    for known in (persistent, free):
+                        if operand in known:
+                            known.add(result)
+            elif not operands or all(o in free for o in operands):
                 free.update(equation.results)
             elif all(o in persistent or o in free for o in operands):
                 read = sum(self.size(o) for o in operands if o in persistent)

@@ -176,6 +176,13 @@ class Scope:
                 f"whether {name} combines different rows of the batch is not known; with {num} "
                 "micro-batches it sees those of one micro-batch only",
             )
+        elif not uses.orders.regrouped.isdisjoint(results):
+            self.micro_batches.notes.add(
+                "regrouped",
+                equation,
+                f"{name} puts rows of the batch that are far apart into groups; with {num} "
+                "micro-batches a group has rows of one micro-batch",
+            )
         elif uses.mixes(equation) or self.groups_by_number(equation):
             self.micro_batches.notes.add(
                 "mixed",
@@ -232,7 +239,7 @@ class Scope:
                 shape=shape,
                 dim=dims[0] - len(aval.shape),
                 num=self.micro_batches.num,
-                blocks=self.micro_batches.blocks,
+                blocks=self.micro_batches.blocks * (self.micro_batches.uses.orders.of(result) or 1),
                 bit_width=width,
             )
             return

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 from autopar.errors import TraceError
 from autopar.ir.program import Equation, Program, values_in
@@ -74,7 +73,6 @@ class MicroBatchPlacement:
         while crossing := self.light_crossings():
             self.hoisted |= crossing
             self.dependence = self.classify()
-        self.row_order = self.find_row_order()
         self.per_micro_batch = self.dependencies(self.crossings(self.pairs))
         self.late = self.reduced_late()
         self.accumulated: dict[int, None] = {}  # values that the loop hands to the epilogue
@@ -100,41 +98,8 @@ class MicroBatchPlacement:
                 dependence[value] = SAME if value in self.hoisted else kind
         return dependence
 
-    def find_row_order(self) -> dict[int, int | None]:
-        """How often the batch repeats within the batch dimension of a value: (heads, B) reshaped to
-        (heads · B) has it `heads` times; None if rows are regrouped in another way."""
-        order_of: dict[int, int | None] = {}
-        for pair in self.pairs:
-            orders = [order_of.get(v, 1) for v in pair.reads if self.dependence[v] is ROWS]
-            order = None if None in orders else max([1, *(n for n in orders if n)])
-            for value in pair.results:
-                if self.dependence[value] is not ROWS:
-                    continue
-                order_of[value] = order
-                if pair.part.name == "reshape" and order and orders:
-                    order_of[value] = self.reshaped_order(pair, value, order)
-        return order_of
-
-    def reshaped_order(self, pair: Pair, value: int, order: int) -> int | None:
-        shapes = self.micro_batches.shapes
-
-        (operand,) = pair.reads
-        old, new = shapes.micro[operand].shape, shapes.micro[value].shape
-        at, to = shapes.dims(operand)[0], shapes.dims(value)[0]
-        dims = tuple(pair.part.params.get("dimensions") or range(len(old)))
-        before = prod(old[dim] for dim in dims[: dims.index(at)]) * order
-        after, rest = divmod(before, prod(new[:to]))
-        # Elements that come together in the result are of one row, or of neighbouring rows.
-        are_whole = prod(new) % (prod(new[to + 1 :]) * before * self.micro_batches.rows) == 0
-        if after and not rest and (after == 1 or are_whole):
-            return after
-        self.micro_batches.notes.add(
-            "regrouped",
-            pair.part,
-            "reshape puts rows of the batch that are far apart into groups; with "
-            f"{self.micro_batches.num} micro-batches a group has rows of one micro-batch",
-        )
-        return None
+    def order_of(self, value: int) -> int | None:
+        return self.micro_batches.uses.orders.of(value)
 
     def is_sum(self, value: int) -> bool:
         """Whether a value depends on the batch but has no rows."""
@@ -259,7 +224,7 @@ class MicroBatchPlacement:
 
     def check_rows_out(self, value: int, path: str) -> None:
         pair = self.pairs[self.producer[value]]
-        if self.row_order[value] != 1:
+        if self.order_of(value) is None:
             raise TraceError(
                 f"{path} (made at {pair.part.source_line}): the rows of the batch are no longer "
                 "adjacent in it, so those of micro-batches cannot be put together again. Return it "
@@ -312,7 +277,7 @@ class MicroBatchPlacement:
                 self.need_rows(made_by)
                 self.need_after(v for v in made_by.reads if self.dependence[v] is not ROWS)
             else:
-                if self.row_order[value] != 1 or len(self.micro_batches.shapes.dims(value)) > 1:
+                if self.order_of(value) is None or len(self.micro_batches.shapes.dims(value)) > 1:
                     raise picks_rows(pair.part)
                 self.stacked[value] = None
                 self.need_pair_in_loop(index)

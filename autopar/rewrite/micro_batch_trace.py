@@ -29,15 +29,17 @@ from autopar.tracer.copy_equations import needed_equations
 
 
 def derive_micro_batch(
-    whole: TracedStep, leaves: Sequence[jax.ShapeDtypeStruct]
+    whole: TracedStep, leaves: Sequence[jax.ShapeDtypeStruct], numbered: bool = False
 ) -> TracedStep | None:
-    """The step as a trace with these leaves would give it; None if that cannot be derived."""
+    """The step as a trace with these leaves would give it; None if that cannot be derived.
+    `numbered`: also where rows are known by their number, as in `x[jnp.arange(B), labels]`; what
+    an equation does with the numbers of a micro-batch is then to be looked at."""
     rows = {whole.avals[i].shape[0] for i in whole.batch if whole.avals[i].shape}
     parts = {leaves[i].shape[0] for i in whole.batch if leaves[i].shape}
     if len(rows) != 1 or len(parts) != 1:
         return None
     num = rows.pop() // parts.pop()
-    dims = _row_dims(whole, num)
+    dims = _row_dims(whole, num, numbered)
     if dims is None:
         return None
     program = _shrunk(whole.program, dims, num)
@@ -47,7 +49,7 @@ def derive_micro_batch(
     return replace(whole, program=program, avals=avals, out_avals=out_avals, call=call)
 
 
-def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
+def _row_dims(whole: TracedStep, num: int, numbered: bool) -> dict[int, int] | None:
     """Value -> the dimension that holds rows; None if `num` parts of them are no program."""
     program, avals = whole.program, whole.program.avals
     ties = RowTies(avals)
@@ -56,7 +58,7 @@ def _row_dims(whole: TracedStep, num: int) -> dict[int, int] | None:
         ties.fix(value, range(1, ties.rank(value)) if is_batch else range(ties.rank(value)))
     ties.add_body(program)
     batch = [program.inputs[i] for i in whole.batch if whole.avals[i].shape]
-    dims = ties.rows([(value, 0) for value in batch])
+    dims = ties.rows([(value, 0) for value in batch], numbered)
     if dims is None or any(avals[v].shape[d] % num for v, d in dims.items()):
         return None
     needed, _ = needed_equations(program.equations, set(program.output_values), set(program.inputs))
@@ -124,8 +126,8 @@ def _resized(equation: Equation, dims: dict[int, int], num: int) -> Equation:
     given = equation.params[name]
     if dim is None or (of_operand and given[dim] == 1):  # rows are selected one by one
         return equation
-    if equation.name == "random_bits" and equation.inputs[0] in dims:  # rows are those of the keys
-        return equation
+    if equation.name in ("random_bits", "random_split") and equation.inputs[0] in dims:
+        return equation  # rows are those of the keys
     params = {**equation.params, name: _with_size(given, dim, num)}
     return equation.of_values(equation.operands, params=params)
 

@@ -40,7 +40,7 @@ _INNER = {
     "cholesky": 2, "cholesky_update": 2, "eig": 2, "eigh": 2, "geqp3": 2, "geqrf": 2,
     "hessenberg": 2, "householder_product": 2, "lu": 2, "lu_pivots_to_permutation": 1, "qr": 2,
     "schur": 2, "svd": 2, "tridiagonal": 2, "tridiagonal_solve": 1,
-    "random_split": 0, "random_unwrap": 0, "random_wrap": 1,
+    "random_unwrap": 0, "random_wrap": 1,
 }  # fmt: skip
 # Parameters with a size per dimension: primitive -> (parameter, whether of its first operand).
 SIZES = {
@@ -48,6 +48,7 @@ SIZES = {
     "reshape": ("new_sizes", False),
     "iota": ("shape", False),
     "random_bits": ("shape", False),
+    "random_split": ("shape", False),
     "slice": ("limit_indices", True),
     "dynamic_slice": ("slice_sizes", True),
     "gather": ("slice_sizes", True),
@@ -66,6 +67,7 @@ class RowTies:
             count += len(shape)
         self._parent = list(range(count))
         self._fixed: list[int] = []
+        self._numbered: list[int] = []
 
     def rank(self, value: int) -> int:
         return len(self._shapes[value])
@@ -73,10 +75,13 @@ class RowTies:
     def shape(self, operand: Operand) -> tuple[int, ...]:
         return self._shapes[operand] if isinstance(operand, int) else ()
 
-    def fix(self, value: Operand, dims: Iterable[int]) -> None:
+    def fix(self, value: Operand, dims: Iterable[int], numbered: bool = False) -> None:
+        """`numbered`: places along them are known by number alone, which some equations of a
+        micro-batch may do as well (`rewrite.row_uses`)."""
         if isinstance(value, int):
             first = self._first[value]
-            self._fixed.extend([first + dim for dim in dims])
+            places = self._numbered if numbered else self._fixed
+            places.extend([first + dim for dim in dims])
 
     def tie(self, value: Operand, dim: int, other: Operand, other_dim: int) -> None:
         if isinstance(value, int) and isinstance(other, int):
@@ -124,11 +129,14 @@ class RowTies:
         for equation in body.equations:
             self.add(equation)
 
-    def rows(self, batch: Sequence[tuple[int, int]]) -> dict[int, int] | None:
+    def rows(
+        self, batch: Sequence[tuple[int, int]], numbered: bool = False
+    ) -> dict[int, int] | None:
         """Value -> its dimension that is tied to one of the batch's; None if one of these is fixed,
-        or a value has two."""
+        unless that is `numbered`, or a value has two."""
         classes = {self._class(self._first[value] + dim) for value, dim in batch}
-        if any(self._class(place) in classes for place in self._fixed):
+        fixed = self._fixed if numbered else self._every_fixed
+        if any(self._class(place) in classes for place in fixed):
             return None
         dims: dict[int, int] = {}
         for value, shape in enumerate(self._shapes):
@@ -142,8 +150,16 @@ class RowTies:
 
     def is_free(self, value: int, dim: int) -> bool:
         """Whether no place tied to this dimension is fixed."""
-        wanted = self._class(self._first[value] + dim)
-        return all(self._class(place) != wanted for place in self._fixed)
+        wanted = self.class_of(value, dim)
+        return all(self._class(place) != wanted for place in self._every_fixed)
+
+    @property
+    def _every_fixed(self) -> list[int]:
+        return [*self._fixed, *self._numbered] if self._numbered else self._fixed
+
+    def class_of(self, value: int, dim: int) -> int:
+        """A number that all dimensions tied to this one share."""
+        return self._class(self._first[value] + dim)
 
     def _class(self, place: int) -> int:
         parent = self._parent
@@ -326,7 +342,7 @@ def _pad(ties: RowTies, equation: Equation) -> None:
 
 
 def _iota(ties: RowTies, equation: Equation) -> None:
-    ties.fix(equation.results[0], (equation.params["dimension"],))
+    ties.fix(equation.results[0], (equation.params["dimension"],), numbered=True)
 
 
 def _random_bits(ties: RowTies, equation: Equation) -> None:
@@ -338,6 +354,15 @@ def _random_bits(ties: RowTies, equation: Equation) -> None:
         ties.tie(key, dim, result, dim)
     if num_keys:
         ties.fix(result, range(num_keys, ties.rank(result)))
+
+
+def _random_split(ties: RowTies, equation: Equation) -> None:
+    """Each key becomes several; of one key, a row each."""
+    (key,), (result,) = equation.operands, equation.results
+    num_keys = len(ties.shape(key))
+    for dim in range(num_keys):
+        ties.tie(key, dim, result, dim)
+    ties.fix(result, range(num_keys, ties.rank(result)), numbered=num_keys == 0)
 
 
 def _one_by_one(ties: RowTies, equation: Equation) -> None:
@@ -383,7 +408,7 @@ def _gather(ties: RowTies, equation: Equation) -> None:
     for dim, to in zip(kept, numbers.offset_dims, strict=True):
         is_whole = sizes[dim] == ties.shape(operand)[dim] and dim not in numbers.start_index_map
         ties.tie_or_fix(is_whole, (operand, dim), (result, to))
-    ties.fix(operand, (*numbers.start_index_map, *numbers.collapsed_slice_dims))
+    ties.fix(operand, (*numbers.start_index_map, *numbers.collapsed_slice_dims), numbered=True)
 
 
 def _scatter(ties: RowTies, equation: Equation) -> None:
@@ -406,7 +431,7 @@ def _scatter(ties: RowTies, equation: Equation) -> None:
     for dim, to in zip(kept, window, strict=True):
         is_whole = ties.shape(result)[dim] == ties.shape(updates)[to] and dim not in scattered
         ties.tie_or_fix(is_whole, (result, dim), (updates, to))
-    ties.fix(result, (*scattered, *numbers.inserted_window_dims))
+    ties.fix(result, (*scattered, *numbers.inserted_window_dims), numbered=True)
 
 
 def _windows(ties: RowTies, equation: Equation) -> None:
@@ -487,6 +512,7 @@ _RULES: dict[str, Callable[[RowTies, Equation], None]] = {
     "pad": _pad,
     "iota": _iota,
     "random_bits": _random_bits,
+    "random_split": _random_split,
     "gather": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(_WINDOWS, _windows),

@@ -23,12 +23,13 @@ from jax.core import ShapedArray
 from autopar.ir.program import Constant, Equation, Operand, Program, values_in
 from autopar.rewrite.batch_dependence import RowShapes
 from autopar.rewrite.known_integers import KnownElements, constants_of_body
+from autopar.rewrite.row_orders import RowOrders, find_row_orders
 from autopar.rewrite.row_ties import RowTies, has_ties
 from autopar.rewrite.scan_remat import scan_parts
 from autopar.tracer.rules import PRIMITIVE_RULES
 from autopar.tracer.user_rules import user_rule_of
 
-# Draws, sums and regroups rows by rules of their own (`micro_batch_body`, `find_row_order`).
+# Draws, sums and regroups rows by rules of their own (`micro_batch_body`, `row_orders`).
 _TREATED_APART = ("random_bits", "ragged_dot_general", "reshape", "optimization_barrier")
 # An array of numbers of rows stays one.
 _KEEPS_NUMBERS = (
@@ -44,11 +45,13 @@ class RowUses:
     mixed:    may combine different rows of the batch.
     unknown:  of these, whose operation has no rule.
     placed:   computed with the places of rows.
+    orders:   of rows, in each value.
     """
 
     mixed: frozenset[int] = frozenset()
     unknown: frozenset[int] = frozenset()
     placed: frozenset[int] = frozenset()
+    orders: RowOrders = field(default_factory=RowOrders)
 
     def mixes(self, equation: Equation) -> bool:
         return not self.mixed.isdisjoint(equation.results)
@@ -61,35 +64,54 @@ class Dealing:
     num: int
     blocks: int
 
-    def cut(self, array: np.ndarray, dim: int) -> np.ndarray:
-        shape = array.shape
-        inside = shape[dim] // (self.num * self.blocks)
-        apart = array.reshape(*shape[:dim], self.blocks, self.num, inside, *shape[dim + 1 :])
+    def cut(self, array: np.ndarray, dim: int, order: int = 1) -> np.ndarray:
+        shape, blocks = array.shape, order * self.blocks
+        inside = shape[dim] // (self.num * blocks)
+        apart = array.reshape(*shape[:dim], blocks, self.num, inside, *shape[dim + 1 :])
         stacked = np.moveaxis(apart, dim + 1, 0)
-        return stacked.reshape(self.num, *shape[:dim], self.blocks * inside, *shape[dim + 1 :])
+        return stacked.reshape(self.num, *shape[:dim], blocks * inside, *shape[dim + 1 :])
 
-    def takes_own(self, num_rows: int, whole: np.ndarray, part: np.ndarray, dim: int) -> bool:
+    def takes_own(
+        self,
+        num_rows: int,
+        whole: np.ndarray,
+        part: np.ndarray,
+        dim: int,
+        orders: tuple[int | None, int | None],
+    ) -> bool:
         """Whether micro-batches that take their rows by the numbers `part` have what all rows take
-        by the numbers `whole`, in the rows along `dim` of the numbers."""
-        if whole.shape[dim] % (self.num * self.blocks) or part.size * self.num != whole.size:
+        by the numbers `whole`, in the rows along `dim` of the numbers. `orders`: of the rows that
+        are taken, and of the numbers."""
+        of_rows, of_numbers = orders
+        if of_rows is None or of_numbers is None or part.size * self.num != whole.size:
             return False
-        rows = self.cut(np.arange(num_rows), 0)
+        if whole.shape[dim] % (self.num * self.blocks * of_numbers):
+            return False
+        if num_rows % (self.num * self.blocks * of_rows):
+            return False
+        rows = self.cut(np.arange(num_rows), 0, of_rows)
         if part.size and not 0 <= part.min() <= part.max() < rows.shape[1]:
             return False
-        wanted = self.cut(whole, dim)
+        wanted = self.cut(whole, dim, of_numbers)
         return all(np.array_equal(own[part], want) for own, want in zip(rows, wanted, strict=True))
 
 
-def find_row_uses(whole: Program, part: Program, shapes: RowShapes, dealing: Dealing) -> RowUses:
-    uses = _Uses(shapes, dealing, KnownElements(whole), KnownElements(part))
+def find_row_uses(
+    whole: Program, part: Program, shapes: RowShapes, dealing: Dealing, rows: int
+) -> RowUses:
+    """`rows`: of a micro-batch."""
+    orders = find_row_orders(whole, part, shapes, rows)
+    uses = _Uses(shapes, dealing, orders, KnownElements(whole), KnownElements(part))
     uses.program(whole, part, is_outermost=True)
-    return RowUses(frozenset(uses.mixed), frozenset(uses.unknown), frozenset(uses.placed))
+    mixed = frozenset(uses.mixed) | orders.mixed | orders.regrouped
+    return RowUses(mixed, frozenset(uses.unknown), frozenset(uses.placed), orders)
 
 
 @dataclass
 class _Uses:
     shapes: RowShapes
     dealing: Dealing
+    orders: RowOrders
     whole: KnownElements
     part: KnownElements
     mixed: set[int] = field(default_factory=set)
@@ -185,6 +207,8 @@ class _Uses:
             return True
         if not has_ties(part.name):
             return not self.is_free_by_rule(whole)
+        if not self.orders.joined.isdisjoint(part.results):
+            return False
         if part.name in ("slice", "pad") and self.keeps_places(whole, part):
             return False
         if part.name == "conv_general_dilated" and _groups(whole) != _groups(part):
@@ -220,7 +244,8 @@ class _Uses:
         num_rows = self.shapes.full[long].shape[dim]
         large = _places(whole, self.shapes.full[short].shape[dim], dim)
         small = _places(part, self.shapes.micro[short].shape[dim], dim)
-        return self.dealing.takes_own(num_rows, large, small, 0)
+        orders = self.orders.of(long), self.orders.of(short)
+        return self.dealing.takes_own(num_rows, large, small, 0, orders)
 
     # -- rows taken by number
 
@@ -253,7 +278,8 @@ class _Uses:
             return False
         rows = self.shapes.dims(array)
         large, small = self.whole.read(whole.operands[1]), self.part.read(indices)
-        if large is None or small is None or self.counts_unknown(indices):
+        order = self.orders.of(indices)
+        if large is None or small is None or order is None or self.counts_unknown(indices):
             return False
         for column, dim in enumerate(chosen):
             numbers, part_numbers = large[..., column], small[..., column]
@@ -261,11 +287,12 @@ class _Uses:
                 if np.ma.is_masked(numbers) or np.ma.is_masked(part_numbers):
                     return False
                 size = self.shapes.full[array].shape[dim]
+                orders = self.orders.of(array), order
                 if not self.dealing.takes_own(
-                    size, np.asarray(numbers), np.asarray(part_numbers), along[0]
+                    size, np.asarray(numbers), np.asarray(part_numbers), along[0], orders
                 ):
                     return False
-            elif not self.is_cut_of(numbers, part_numbers, along[0]):
+            elif not self.is_cut_of(numbers, part_numbers, along[0], order):
                 return False
         return True
 
@@ -278,13 +305,17 @@ class _Uses:
             return any(map(self.counts_unknown, maker.operands))
         return self.part.read(value) is None or self.whole.read(value) is None
 
-    def is_cut_of(self, whole: np.ma.MaskedArray, part: np.ma.MaskedArray, dim: int) -> bool:
+    def is_cut_of(
+        self, whole: np.ma.MaskedArray, part: np.ma.MaskedArray, dim: int, order: int
+    ) -> bool:
         """Whether known numbers of a micro-batch are those of its rows in the whole batch."""
         if np.ma.getmaskarray(part).all():
             return True  # not known, so made of the batch
         if np.ma.is_masked(whole) or np.ma.is_masked(part):
             return False
-        wanted = self.dealing.cut(np.asarray(whole), dim)
+        if whole.shape[dim] % (self.dealing.num * self.dealing.blocks * order):
+            return False
+        wanted = self.dealing.cut(np.asarray(whole), dim, order)
         return all(np.array_equal(rows, np.asarray(part)) for rows in wanted)
 
     # -- operations without ties

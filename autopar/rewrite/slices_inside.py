@@ -39,11 +39,14 @@ class _SliceMover:
         self.num_reads = Counter(values_in(self.loop.operands))
         self.kept = {*self.program.output_values, *values_in(self.loop.operands[self.num_consts :])}
         self.read_by: dict[int, set[int]] = {}  # value of the body -> stages
-        for equation, stage in zip(self.body.equations, stage_of, strict=True):
+        self.first_reader: dict[int, int] = {}
+        for index, (equation, stage) in enumerate(zip(self.body.equations, stage_of, strict=True)):
             for value in equation.inputs:
                 self.read_by.setdefault(value, set()).add(stage)
+                self.first_reader.setdefault(value, index)
         self.writer = ProgramWriter(self.program.avals)
-        self.stages: list[int] = []  # of the equations written
+        self.before: dict[int, list[Equation]] = {}  # equation of the body -> slices made for it
+        self.stages: list[int] = []  # of the new body's equations
         self.consts: list[tuple[Operand, int]] = []  # (operand outside, input inside)
         self.inside: dict[int, int] = {}  # part -> input of the body
 
@@ -56,7 +59,7 @@ class _SliceMover:
             if not chain or len(stages) != 1 or min(stages) < 0:
                 self.consts.append((operand, value))
             else:
-                self.write(chain, value, min(stages))
+                self.write(chain, value)
                 gone.update(chain)
         if not gone:
             return self.step, self.stage_of
@@ -67,7 +70,7 @@ class _SliceMover:
         ]
         program = replace(self.program, equations=tuple(equations))
         step = replace(self.step, program=program, loop=self.position - len(gone))
-        return step, (*self.stages, *self.stage_of)
+        return step, self.stages
 
     def chain(self, operand: Operand) -> list[int]:
         """The equations that take an operand of the loop, and nothing else, out of a part; the last
@@ -86,27 +89,35 @@ class _SliceMover:
             operand = equation.operands[0]
         return chain if isinstance(operand, int) else []
 
-    def write(self, chain: Sequence[int], target: int, stage: int) -> None:
-        """The equations of a chain, inside of the loop, so that the last makes `target`."""
+    def write(self, chain: Sequence[int], target: int) -> None:
+        """The equations of a chain, inside of the loop, so that the last makes `target` for its
+        first reader."""
         first = self.program.equations[chain[-1]].operands[0]
         assert isinstance(first, int)
         if first not in self.inside:
             self.inside[first] = self.writer.new_value(self.program.avals[first])
             self.consts.append((first, self.inside[first]))
         value = self.inside[first]
+        own = self.before.setdefault(self.first_reader[target], [])
         for index in reversed(chain):
             equation = self.program.equations[index]
             aval = self.program.avals[equation.results[0]]
             result = target if index == chain[0] else self.writer.new_value(aval)
-            self.writer.equations.append(replace(equation, operands=(value,), results=(result,)))
-            self.stages.append(stage)
+            own.append(replace(equation, operands=(value,), results=(result,)))
             value = result
 
     def new_loop(self) -> Equation:
+        equations: list[Equation] = []
+        for index, (equation, stage) in enumerate(
+            zip(self.body.equations, self.stage_of, strict=True)
+        ):
+            own = [*self.before.get(index, ()), equation]
+            equations += own
+            self.stages += [stage] * len(own)
         body = replace(
             self.body,
             inputs=(*(v for _, v in self.consts), *self.body.inputs[self.num_consts :]),
-            equations=(*self.writer.equations, *self.body.equations),
+            equations=tuple(equations),
         )
         return replace(
             self.loop,

@@ -10,9 +10,10 @@ Which rows go to which stage follows from who reads them: the slices that `unrol
 The rest follows from the equations before and after the loop over micro-batches. In most of them
 (elementwise ones, means over other dimensions) a row of the result comes from the same rows of the
 operands, so all have the same parts. Sums over all rows (the norm of all gradients) are summed in
-each part first. Anything else reads the parts put together again, which is right, but has to be
-sent; state that is updated so (sorted along layers, say) stays whole, on one stage. State that the
-layers replace themselves, put together row by row after the loop, has the parts of its readers.
+each part first. Rows that are moved (gradients of `p[1:]`, of rows in groups) come from what they
+were put together from. Anything else reads the parts put together again, which is right, but has to
+be sent; state that is updated so (sorted along layers, say) stays whole, on one stage. State that
+the layers replace themselves, put together row by row after the loop, has the parts of its readers.
 
 Of a scan of scans, the layers are the indices of a stack's first two dimensions, and stages may
 have layers of one trip of the outer scan. The rows of a part are then a box of both dimensions (so
@@ -21,7 +22,7 @@ on for deeper scans), and equations compute row by row if they do for each index
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -38,6 +39,7 @@ from autopar.ir.rows import Rows, boxes, first_row, join_rows, num_rows, rows_sh
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.program_writer import ProgramWriter
 from autopar.rewrite.residuals import CHEAP
+from autopar.rewrite.row_sources import is_grouping, takes_rows
 from autopar.rewrite.scan_remat import live_equations
 from autopar.rewrite.stage_placement import stages_that_need
 
@@ -197,27 +199,34 @@ class _PartFinder:
         """The parts of values outside the loop."""
         inputs = self.program.inputs
         wanted: dict[int, dict[int, Parts]] = {}  # number of dimensions -> value -> its parts
+        for i, parts in (self.stacks or {}).items():
+            wanted.setdefault(_depth(parts), {})[inputs[i]] = parts
         if self.stacks is None:
-            for value in self.readers:
-                for parts in self.by_slices(value):
-                    wanted.setdefault(_depth(parts), {})[value] = parts
-        else:
-            for i, parts in self.stacks.items():
-                wanted.setdefault(_depth(parts), {})[inputs[i]] = parts
+            others = list(self.readers)
+        else:  # arguments are split as given; what is made of others, as it was then
+            others = [v for v in self.readers if v not in inputs] if self.stacks else []
+        for value in others:
+            for parts in self.by_slices(value):
+                wanted.setdefault(_depth(parts), {}).setdefault(value, parts)
         found: dict[int, Parts] = {}
         for depth, seeds in sorted(wanted.items()):
             found.update(self.parts_at(depth, seeds))
         if self.stacks is not None:
             for i in set(range(len(inputs))) - set(self.stacks):
                 found.pop(inputs[i], None)
-        return found
+        return found if any(value in found for value in inputs) else {}
 
     def parts_at(self, depth: int, seeds: Mapping[int, Parts]) -> dict[int, Parts]:
-        """The parts of values whose rows are those of the seeds."""
+        """The parts of values whose rows are those of the seeds. Where the arguments that are split
+        are given, others are not."""
         groups = _RowGroups(self.step, depth)
+        inputs = self.program.inputs
+        given = {inputs[i] for i in self.stacks or ()}
+        whole = set() if self.stacks is None else {groups.root(v) for v in inputs}
         parts_of: dict[int, Parts] = {}
         for value, parts in seeds.items():
-            parts_of.setdefault(groups.root(value), parts)
+            if value in given or groups.root(value) not in whole:
+                parts_of.setdefault(groups.root(value), parts)
         if self.stacks is None:
             for root in groups.roots_that_stay_whole():
                 parts_of.pop(root, None)
@@ -493,6 +502,9 @@ class _Splitter:
         if rows is None:
             if equation.name == "concatenate" and self.concatenate(equation, parts):
                 return
+            if (moved := self.moved_rows(equation, parts)) is not None:
+                self.pieces[result] = moved
+                return
             self.copy(equation)
             self.pieces[result] = self.pieces_of(result, parts, equation)
             return
@@ -538,6 +550,101 @@ class _Splitter:
             )
         self.pieces[equation.results[0]] = pieces
         return True
+
+    def moved_rows(self, equation: Equation, parts: Parts) -> list[Operand] | None:
+        """Rows that a slice takes, a pad puts among others, a reshape takes out of groups or a
+        reversal moves, for each part: gradients of a stack whose rows scans read so. None if the
+        equation does nothing of that."""
+        value = equation.operands[0] if equation.operands else None
+        if not isinstance(value, int) or _depth(parts) != 1:
+            return None
+        runs = [part.rows[0] for part in parts]
+        shape, result = (_shape(v, self.program.avals) for v in (value, equation.results[0]))
+        if equation.name == "slice" and takes_rows(equation, shape):
+            if (taken := _sliced_rows(equation, 1)) is None:
+                return None
+            ((start, _),) = taken
+            return [self.rows_from(value, start + a, start + b, equation) for a, b in runs]
+        if equation.name == "reshape" and is_grouping(result, shape):
+            return self.ungrouped(equation, value, runs)
+        if equation.name == "rev" and tuple(equation.params["dimensions"]) == (0,):
+            mirrored = (
+                self.rows_from(value, shape[0] - b, shape[0] - a, equation) for a, b in runs
+            )
+            return [self.writer.emit(lax.rev, [x], equation, dimensions=(0,)) for x in mirrored]
+        if equation.name != "pad":
+            return None
+        (low, high, _), *others = equation.params["padding_config"]
+        if low < 0 or high < 0 or any(any(each) for each in others):
+            return None
+        return [self.padded(equation, value, a, b) for a, b in runs]
+
+    def ungrouped(
+        self, reshape: Equation, value: int, runs: Sequence[tuple[int, int]]
+    ) -> list[Operand] | None:
+        """Rows of the result of a reshape that takes them out of groups."""
+        _, size, *inner = _shape(value, self.program.avals)
+        if made := self.rows_made(value, 2):
+            return [self.joined(made, a, b, reshape) for a, b in runs]
+        if any(n % size for run in runs for n in run):
+            return None
+        groups = ((self.rows_from(value, a // size, b // size, reshape), b - a) for a, b in runs)
+        return [
+            self.writer.emit(lax.reshape, [own], reshape, new_sizes=(number, *inner))
+            for own, number in groups
+        ]
+
+    def padded(self, pad: Equation, value: int, start: int, end: int) -> Operand:
+        """Rows of the result of a pad of rows."""
+        (low, _, between), *others = pad.params["padding_config"]
+        size, *inner = _shape(value, self.program.avals)
+        step, filling = between + 1, self.whole(pad.operands[1], pad)
+        first, last = (min(max(-((low - n) // step), 0), size) for n in (start, end))
+        if first >= last:
+            return self.writer.emit(_full, [filling], pad, shape=(end - start, *inner))
+        own = self.rows_from(value, first, last, pad)
+        around = (low + first * step - start, end - (low + (last - 1) * step + 1), between)
+        return self.writer.emit(lax.pad, [own, filling], pad, padding_config=(around, *others))
+
+    def rows_from(self, value: int, first: int, last: int, like: Equation) -> Operand:
+        """Rows of a value, taken from what it is made of, so that it need not be put together."""
+        size = _shape(value, self.program.avals)[0]
+        if value in self.pieces and _depth(self.parts[value]) == 1:
+            runs = (part.rows[0] for part in self.parts[value])
+            return self.joined(zip(self.pieces[value], runs, strict=True), first, last, like)
+        made = self.rows_made(value, 1) if (first, last) != (0, size) else []
+        if made:
+            return self.joined(made, first, last, like)
+        whole = self.whole(value, like)
+        return whole if (first, last) == (0, size) else self.rows(whole, ((first, last),), like)
+
+    def rows_made(self, value: int, depth: int) -> list[tuple[Operand, tuple[int, int]]]:
+        """What a value's rows are put together from, and which rows each is; empty if they are
+        not."""
+        maker = self.maker.get(value)
+        found = [] if maker is None else self.operands_of_rows(maker, depth) or []
+        ends = accumulate((number for _, number in found), initial=0)
+        operands = (self.whole(operand, maker) for operand, _ in found)
+        return list(zip(operands, pairwise(ends), strict=True))
+
+    def joined(
+        self,
+        blocks: Iterable[tuple[Operand, tuple[int, int]]],
+        first: int,
+        last: int,
+        like: Equation,
+    ) -> Operand:
+        """Rows of several blocks of rows as one array."""
+        taken: list[Operand] = []
+        for block, (start, end) in blocks:
+            a, b = max(first, start) - start, min(last, end) - start
+            if a < b:
+                is_all = (a, b) == (0, end - start)
+                taken.append(block if is_all else self.rows(block, ((a, b),), like))
+        if len(taken) == 1:
+            return taken[0]
+        inner = _type_of(taken[0], self.writer.avals).shape[1:]
+        return self.writer.emit(_stacked, taken, like, shape=(last - first, *inner))
 
     def operands_of_rows(self, equation: Equation, depth: int) -> list[tuple[Operand, int]] | None:
         """What is put together, in order, each with the number of its rows: of more than one
@@ -632,6 +739,10 @@ def _joined(*parts: Array, rows: tuple[Rows, ...]) -> Array:
 
 def _stacked(*rows: Array, shape: tuple[int, ...]) -> Array:
     return lax.reshape(lax.concatenate(rows, 0), shape)
+
+
+def _full(value: Array, *, shape: tuple[int, ...]) -> Array:
+    return lax.full(shape, value)
 
 
 def taken_rows(whole: Array, *, rows: Rows) -> Array:

@@ -69,6 +69,11 @@ class StageSlice:
     def body(self) -> Program:
         return self.loop.bodies[0]
 
+    def batch_slices(self) -> frozenset[int]:
+        """Values of a micro-batch that are slices of the stage's own arguments."""
+        received = {value for value, _ in self.arrivals}
+        return frozenset(self.body.inputs[sum(_jax.scan_sizes(self.loop.params)) :]) - received
+
     def residual_values(self) -> frozenset[int]:
         """Values of a micro-batch that the backward stage program reads from the forward one."""
         num_consts, num_carry = _jax.scan_sizes(self.loop.params)
@@ -263,6 +268,7 @@ class _StageSlicer:
         )
         traced = self.traced(stage, program, own_inputs, own_outputs, received, len(before))
         forward, backward = _passes(loop, [self.is_backward[p] for p in positions])
+        traced = replace(traced, backward=backward)
         return StageSlice(
             step=traced,
             inputs=tuple(own_inputs),

@@ -7,8 +7,9 @@
     written_out                  all of these, of the step with its scans over layers written out
 
 A micro-batch's program follows from the whole batch's trace where rows are treated alike; otherwise
-each number of micro-batches costs one more trace, once. Searches ask for the same forms again, so
-the last few are kept.
+each number of micro-batches costs one more trace, once. A step that names the size of its batch may
+fail there: then the program is derived all the same, if nothing but numbers of rows is in the way.
+Searches ask for the same forms again, so the last few are kept.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
+from autopar.errors import TraceError
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.gradient_waits import await_gradients
@@ -79,8 +83,10 @@ class StepSource:
         try:
             return slice_rows(trace(self.fn, args, kwargs, self.options, batch=self.whole.batch))
         except Exception as error:
-            error.add_note(_micro_batch_note(self.whole, num_micro_batches))
-            raise
+            derived = derive_micro_batch(self.whole, leaves, numbered=True)
+            if derived is not None:
+                return derived
+            raise _no_micro_batch(self.whole, num_micro_batches, error) from error
 
     def as_loop(self, num_micro_batches: int) -> TracedStep:
         if num_micro_batches not in self._loops:
@@ -149,13 +155,28 @@ def _finished(step: TracedStep) -> TracedStep:
     return order_products(step if program is step.program else step.with_program(program))
 
 
-def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:
+def _no_micro_batch(step: TracedStep, num_micro_batches: int, error: Exception) -> TraceError:
     """For an error of the user's function, which has run with the whole batch."""
     size = batch_size(step, num_micro_batches)
     names = step.call.names_of(i for i in step.batch if step.avals[i].shape)
-    return (
-        f"autopar: {step.name} was traced with {size // num_micro_batches} of the batch's {size} "
-        f"rows, one of {num_micro_batches} micro-batches. The batch is "
-        f"{' and '.join(names)}; say with batch_argnums if other arguments are, or "
-        "use num_micro_batches=1."
+    text = str(error).partition("\n")[0].rstrip(".")
+    line = _line_of(error)
+    return TraceError(
+        f"{step.name}: num_micro_batches={num_micro_batches} traces it with "
+        f"{size // num_micro_batches} of the batch's {size} rows, and it fails"
+        f"{f' at {line}' if line else ''}: {type(error).__name__}: {text}. If it names the size of "
+        f"its batch, read that from the batch instead, as in x.shape[0]. The batch is "
+        f"{' and '.join(names)}; say with batch_argnums if other arguments are, or use "
+        "num_micro_batches=1."
     )
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line of the user's code that raised it; "" if none is known."""
+    package, installed = str(Path(__file__).parents[1]), ("site-packages", "dist-packages")
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(package) and all(
+            p not in frame.filename for p in installed
+        ):
+            return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} ({frame.name})"
+    return ""

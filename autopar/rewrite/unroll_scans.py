@@ -16,7 +16,7 @@ loop that runs one layer with the same weights again and again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -28,6 +28,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Flow, products
 from autopar.rewrite.program_writer import Env, ProgramWriter, read_all
 from autopar.rewrite.residuals import is_cheap
+from autopar.rewrite.row_sources import row_source, rows_grouped
 from autopar.rewrite.scan_remat import live_equations, scan_parts
 from autopar.tracer.copy_equations import Copier
 from autopar.tracer.regions import BACKWARD, UPDATE
@@ -37,8 +38,13 @@ def unroll_scans(step: TracedStep) -> TracedStep:
     """The step with its scans over layers unrolled; the step itself if it has none. Traces of one
     step at two batch sizes change in the same way."""
     program = step.program
-    while chosen := _scans_over_layers(program, step.batch):
-        program = _Unroller(program, chosen).run()  # a trip may contain a scan over layers again
+    while any(equation.name == "scan" for equation in program.equations):
+        flow = Flow(program, step.batch)
+        chosen = _scans_over_layers(program, flow)
+        if not chosen:
+            break
+        # A trip may contain a scan over layers again.
+        program = _Unroller(program, chosen, flow.persistent).run()
     return step if program is step.program else replace(step, program=program)
 
 
@@ -56,11 +62,8 @@ class _Names:
 # -- which scans
 
 
-def _scans_over_layers(program: Program, batch: Collection[int]) -> dict[int, _Names]:
+def _scans_over_layers(program: Program, flow: Flow) -> dict[int, _Names]:
     """{index of a scan to unroll: the names of its trips}."""
-    if not any(equation.name == "scan" for equation in program.equations):
-        return {}
-    flow = Flow(program, batch)
     chosen: dict[int, _Names] = {}
     stacks: dict[int, _Names] = {}  # results of scans to unroll
     weights: dict[tuple[int, int], _Names] = {}  # (stacked parameters, trips)
@@ -136,16 +139,19 @@ def _module_of(scan: Equation) -> str:
 
 
 class _Unroller:
-    def __init__(self, program: Program, chosen: dict[int, _Names]) -> None:
+    def __init__(
+        self, program: Program, chosen: dict[int, _Names], persistent: Collection[int]
+    ) -> None:
         self.program = program
         self.chosen = chosen
+        self.persistent = persistent
         self.writer = ProgramWriter()
         self.env: Env = {}
         self.maker = {r: e for e in program.equations for r in e.results}
         self.trip_slices: dict[int, list[Operand]] = {}  # stack -> the slice each trip made
         self.rows: dict[int, Operand] = {}  # array with one row -> that row
         self.stacked: dict[int, list[Operand]] = {}  # stack -> the rows the user stacked
-        self.slices: dict[tuple[int, int], Operand] = {}  # (stack, trip)
+        self.slices: dict[tuple[int, ...], Operand] = {}  # (stack, trips), the outer ones first
         self.spread: dict[tuple[int, str], int] = {}  # (value, name of the trip)
         self.broadcasts = {
             e.results[0]: e for e in program.equations if is_cheap(e) and self.enlarges(e)
@@ -195,7 +201,8 @@ class _Unroller:
                 writer.copy(equation, program.avals, self.env)
                 self.note_rows(equation)
         outputs = [self.outside(o) for o in program.outputs]
-        writer.equations = list(live_equations(writer.equations, outputs))
+        equations = list(live_equations(writer.equations, outputs))
+        writer.equations = _thin_barriers(equations, outputs)
         return writer.program(inputs, outputs)
 
     def unwrap(self, equation: Equation) -> bool:
@@ -283,11 +290,32 @@ class _Unroller:
             return self.trip_slices[stack][trip]
         if stack in self.stacked:
             return self.stacked[stack][trip]
-        if (stack, trip) not in self.slices:
-            array, trips = self.trips_taken(stack)
-            taken = self.writer.emit(_indices, [self.env[array]], like, indices=(*trips, trip))
-            self.slices[stack, trip] = taken
-        return self.slices[stack, trip]
+        array, row = row_source(self.unshielded(stack), trip, self.maker, self.program.avals)
+        if (grouped := rows_grouped(array, self.maker, self.program.avals)) is not None:
+            array, size = grouped
+            key = array, row * size, size, -1
+            if key not in self.slices:
+                rows = {"first": row * size, "last": (row + 1) * size}
+                self.slices[key] = self.writer.emit(_rows, [self.env[array]], like, **rows)
+            return self.slices[key]
+        array, trips = self.trips_taken(array)
+        key = array, *trips, row
+        if key not in self.slices:
+            indices = (*trips, row)
+            self.slices[key] = self.writer.emit(_indices, [self.env[array]], like, indices=indices)
+        return self.slices[key]
+
+    def unshielded(self, value: int) -> int:
+        """Parameters in front of the barrier of an outer trip that is computed again: its layers
+        read those of the forward pass, and what they are multiplied by is behind the barrier."""
+        maker = self.maker.get(value)
+        while maker is not None and maker.name == "optimization_barrier":
+            operand = maker.operands[maker.results.index(value)]
+            if not isinstance(operand, int) or operand not in self.persistent:
+                break
+            value = operand
+            maker = self.maker.get(value)
+        return value
 
     def trips_taken(self, value: int) -> tuple[int, tuple[int, ...]]:
         """(an array, the trips of outer scans that take the value from it): a slice of a slice is
@@ -341,6 +369,20 @@ class _Unroller:
             )
 
 
+def _thin_barriers(equations: list[Equation], outputs: Sequence[Operand]) -> list[Equation]:
+    """Without results of barriers that nothing reads."""
+    read = {*values_in(outputs), *(v for e in equations for v in e.inputs)}
+    thinned = []
+    for equation in equations:
+        if equation.name == "optimization_barrier" and not read.issuperset(equation.results):
+            pairs = zip(equation.operands, equation.results, strict=True)
+            kept = [(operand, result) for operand, result in pairs if result in read]
+            operands, results = (tuple(each) for each in zip(*kept, strict=True))
+            equation = equation.of_values(operands, results)
+        thinned.append(equation)
+    return thinned
+
+
 def _named_below(body: Program, around: _jax.NameStack) -> Program:
     """The body with full scopes; name stacks in a loop stay relative to it."""
     equations = []
@@ -366,6 +408,10 @@ def _indices(stack: Array, *, indices: tuple[int, ...]) -> Array:
     rest = stack.shape[len(indices) :]
     starts, limits = (*indices, *[0] * len(rest)), (*(i + 1 for i in indices), *rest)
     return lax.squeeze(lax.slice(stack, starts, limits), range(len(indices)))
+
+
+def _rows(stack: Array, *, first: int, last: int) -> Array:
+    return lax.slice_in_dim(stack, first, last)
 
 
 def _stacked(*slices: Array) -> Array:

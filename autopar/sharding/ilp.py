@@ -131,6 +131,10 @@ def solve_ilp(
         if choice is None or problem.objective(descent.choice) < problem.objective(choice):
             choice = descent.choice
             if problem.objective(choice) >= FORBIDDEN / 2:
+                if np.isfinite(cutoff):  # below it is nothing, and local search met nothing allowed
+                    return solve_ilp(
+                        problem, solver=solver, time_limit_s=time_limit_s, gap=gap, is_tried=True
+                    )
                 raise SolverError(
                     f"{solver} found no sharding within {time_limit_s:.3g} s, nor did local "
                     "search. Raise ShardingOptions(solver_time_limit_s=…), or ask for fewer specs."

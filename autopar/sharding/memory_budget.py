@@ -108,8 +108,14 @@ def out_of_memory(
         *_dominating(nearest.graph, held),
     ]
     number, remedies = _remedies(traced, nearest, held, budget, options)
+    arguments = frozenset(nearest.graph.inputs)
     return MemoryBudgetError(
-        "\n".join(lines), peak, budget, remedies=remedies, num_micro_batches=number
+        "\n".join(lines),
+        peak,
+        budget,
+        remedies=remedies,
+        num_micro_batches=number,
+        argument_bytes=sum(h.num_bytes for h in held if h.value in arguments and not h.is_copy),
     )
 
 

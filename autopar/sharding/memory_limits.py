@@ -50,8 +50,8 @@ class Holdings:
         copies: list[tuple] = []
         edge_of: dict[tuple[int, int, int, int, bool, bool], int] = {}
         written = in_memory(graph)
-        for index, node in enumerate(graph.nodes):
-            start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
+        for index, start, end, _ in graph.liveness.copy_spans():
+            node = graph.nodes[index]
             finishes = node.kind is NodeKind.FINISH
             for position, value in enumerate(node.operands):
                 size = graph.values[value].num_bytes

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.cost.compute import rates, tie_break_s
+from autopar.cost.compute import exact_s, rates, tie_break_s
 from autopar.cost.convolution_patches import patches_s
 from autopar.cost.halo import halo_s
 from autopar.cost.layer_costs import STATE_EDGE
@@ -328,9 +328,10 @@ def node_costs(
         touched = np.array(node.touched_bytes or (0.0,) * len(values))
         moved = (touched / shards).sum(axis=1)
         dtype = graph.values[node.operands[0] if node.operands else node.results[0]].dtype
-        flops = node.flops / np.array([s.parallelism for s in strategies], dtype=float)
+        ways = np.array([s.parallelism for s in strategies], dtype=float)
         flops_per_s, bytes_per_s = rates(mesh.device, dtype)
-        cost += np.maximum(flops / flops_per_s, moved / bytes_per_s)
+        whole_s = max(node.flops / flops_per_s, exact_s(mesh.device, node))
+        cost += np.maximum(whole_s / ways, moved / bytes_per_s)
         if node.work is not None and mesh.device.patch_element_s is not None:
             cost += [
                 patches_s(node, graph.values, mesh, (*s.operands, *s.results), s.parallelism)

@@ -9,7 +9,8 @@ step is planned again with predictions that are so much larger. The correction a
 in the plan, and the plan that fits in the plan cache, so that the next process compiles it at once.
 
 A step that is predicted not to fit may do so after all. It is planned once more with predictions so
-much smaller that something fits, and XLA decides.
+much smaller that something fits, and XLA decides. So it is if the smallest plan is predicted not to
+fit only by what was learned of a larger one.
 """
 
 from __future__ import annotations
@@ -128,7 +129,23 @@ class Refit(Generic[Compiled]):
         try:
             return self.plan_again(correction), replanned
         except MemoryBudgetError as error:
+            smaller = self._smaller(error, correction, excess * least_found.peak_bytes)
+            if smaller is not None:
+                return smaller, replanned
             raise _does_not_fit(least, least_found, replanned, limit, error) from error
+
+    def _smaller(
+        self, error: MemoryBudgetError, correction: MemoryCorrection, least_bytes: float
+    ) -> Compiled | None:
+        """The smallest plan, compiled, if a smaller one was found than those that XLA counted. What
+        these taught need not hold for it."""
+        hope = hopeful(error, correction)
+        if hope is None or error.peak_bytes >= least_bytes:
+            return None
+        try:
+            return self.plan_again(hope)
+        except MemoryBudgetError:
+            return None
 
 
 def learned(
@@ -155,13 +172,33 @@ def learned(
     return known.times(factor, bool(plan.remat))
 
 
-def hopeful(error: MemoryBudgetError) -> MemoryCorrection | None:
-    """The correction with which a step that was predicted not to fit is planned once more, to be
-    judged by XLA; None if it is too large by far."""
-    if not 0 < error.budget_bytes < error.peak_bytes <= _MOST_TOO_LARGE * error.budget_bytes:
+def hopeful(
+    error: MemoryBudgetError, known: MemoryCorrection | None = None
+) -> MemoryCorrection | None:
+    """The correction with which a step that was predicted not to fit, with one that is known, is
+    planned once more, to be judged by XLA; None if it is too large by far."""
+    peak, budget, arguments = error.peak_bytes, error.budget_bytes, error.argument_bytes
+    if not arguments < budget < peak <= _MOST_TOO_LARGE * budget:
         return None
-    factor = error.budget_bytes / error.peak_bytes / _MARGIN
-    return MemoryCorrection(factor, factor)
+    factor = (budget - arguments) / (peak - arguments) / _MARGIN
+    return (known or MemoryCorrection()).times(factor)
+
+
+def first_plan(
+    plan: Callable[[MemoryCorrection | None], Compiled],
+) -> tuple[Compiled, MemoryBudgetError | None]:
+    """The plan, and why it was predicted not to fit, if that is left to XLA."""
+    try:
+        return plan(None), None
+    except MemoryBudgetError as error:
+        correction = hopeful(error)
+        if correction is None:
+            raise
+        misfit = error
+    try:
+        return plan(correction), misfit
+    except MemoryBudgetError:
+        raise misfit from None
 
 
 def argument_bytes(plan: ParallelPlan) -> float:

@@ -43,10 +43,11 @@ def data_parallel_constraints(
         if index not in graph.batch or not shape:
             allowed[value] = frozenset((whole,))
             continue
-        if shape[0] % mesh.num_devices:
+        if not shape[0] or shape[0] % mesh.num_devices:
+            cannot = "is not divisible by" if shape[0] else "has no rows for"
             raise MeshError(
-                f"{traced.call.paths[index]}: its batch dimension of {shape[0]} is not divisible "
-                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
+                f"{traced.call.paths[index]}: its batch dimension of {shape[0]} {cannot} the "
+                f"{mesh.num_devices} devices of {name}. Use a batch size that is a "
                 f"multiple of {mesh.num_devices}, or fewer devices."
             )
         num_micro_batches = traced.num_micro_batches

@@ -26,6 +26,7 @@ from autopar.methods import AutoLayers, ManualLayers
 from autopar.rewrite.attach_layers import LoopLayers, attach_layers, loop_batch, move_layers
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import Layer, find_layers
+from autopar.rewrite.recompute_apart import recompute_apart
 from autopar.rewrite.remat import rematerialise
 from autopar.rewrite.split_stacks import SplitStep, Stacks, split_stacks
 from autopar.rewrite.stage_slices import WHOLE_STACKS, SlicedStep, slice_step
@@ -112,6 +113,14 @@ class LoopedStep:
         step = self.step.with_loop_body(body, remat=tuple(layer.name for layer in chosen))
         return LoopedStep(step, move_layers(self.body, self.layers, body))
 
+    def recomputing_apart(self, stage_of_layer: Sequence[int]) -> LoopedStep:
+        """The same with every stage recomputing its own layers alone."""
+        body = recompute_apart(self.step, self.attached, stage_of_layer)
+        if body is self.body:
+            return self
+        step = self.step.with_loop_body(body)
+        return LoopedStep(step, move_layers(self.body, self.layers, body))
+
 
 def layers_of(layering: Layering) -> AutoLayers | ManualLayers:
     """How layers were found, from a plan's word for it."""
@@ -147,8 +156,8 @@ def slice_into(
 ) -> SlicedStep:
     """A step per stage. `owners`, `stacks`: as `slice_step` takes them."""
     again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
-    looped = looped.recomputing(again)
     stage_of = [s for s, spec in enumerate(specs) for _ in range(*spec.layers)]
+    looped = looped.recomputing(again).recomputing_apart(stage_of)
     return slice_step(looped.step, looped.attached, stage_of, owners, stacks)
 
 

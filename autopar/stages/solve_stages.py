@@ -242,4 +242,5 @@ def _too_large(
         tried=error.tried,
         remedies=remedies,
         num_micro_batches=error.num_micro_batches,
+        argument_bytes=error.argument_bytes,
     )

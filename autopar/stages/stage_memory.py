@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Life, Liveness, Node, NodeKind
@@ -56,13 +56,32 @@ def _in_flight(graph: Graph, liveness: Liveness, stage: StageSlice, count: int) 
     residuals = {v for v in stage.residual_values() if v in graph.producer}
     forward = [body.equations[i] for i in stage.forward]
     kept = residuals.intersection(v for e in forward for v in (*e.inputs, *e.results))
-    lives = [
-        life for life in liveness.lives if life.value not in stage.stacks and life.value not in kept
-    ]
-    lives = _in_two_programs(replace(graph, liveness=liveness), stage, lives)
-    lives += [Life(value, min(times), max(times), count) for value in sorted(kept)]
+    cut = {v for v in stage.batch_slices() if v in graph.producer}
+    elsewhere = kept | cut | set(stage.stacks)
+    lives = [life for life in liveness.lives if life.value not in elsewhere]
+    liveness, lives = _in_two_programs(graph, liveness, stage, lives)
+    lives += [Life(value, min(times), max(times), count) for value in sorted(kept - cut)]
+    lives += _slices(replace(graph, liveness=liveness), stage, times, count, kept)
     lives += _padded_residuals(replace(graph, liveness=liveness), stage, kept)
     return replace(liveness, lives=tuple(lives))
+
+
+def _slices(
+    graph: Graph, stage: StageSlice, times: list[int], count: int, kept: set[int]
+) -> list[Life]:
+    """Micro-batches of the batch, all of which one program cuts before the first runs. When the
+    first backward program runs, `count` forward ones have, and freed what that does not read."""
+    begin, last, end = min(times), max(times), _end_of_forward(graph, stage)
+    num, found = stage.step.num_micro_batches, list[Life]()
+    for value in sorted(v for v in stage.batch_slices() if v in graph.producer):
+        if value in kept:
+            found.append(Life(value, begin, last, num))
+            continue
+        if begin <= end:
+            found.append(Life(value, begin, end, max(1, num - count + 1)))
+        if num > count and end < last:
+            found.append(Life(value, end + 1, last, num - count))
+    return found
 
 
 def _padded_residuals(graph: Graph, stage: StageSlice, kept: set[int]) -> list[Life]:
@@ -90,9 +109,13 @@ def _end_of_forward(graph: Graph, stage: StageSlice) -> int:
     return max(times, default=-1)
 
 
-def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list[Life]:
-    """The lives, none of which goes on from the forward to the backward program: what this one does
-    not read from the other, it makes again when it first needs it, or does not need."""
+def _in_two_programs(
+    graph: Graph, liveness: Liveness, stage: StageSlice, lives: list[Life]
+) -> tuple[Liveness, list[Life]]:
+    """The lives, and copies for nodes, none of which goes on from the forward to the backward
+    program: what this one does not read from the other, it makes again when it first needs it, or
+    does not need."""
+    graph = replace(graph, liveness=liveness)
     equations = stage.body.equations
     made = {v for i in stage.forward for v in equations[i].results if v in graph.producer}
     made_backward = {v for i in stage.backward for v in equations[i].results}
@@ -110,7 +133,25 @@ def _in_two_programs(graph: Graph, stage: StageSlice, lives: list[Life]) -> list
         found.append(replace(life, end=min(max(last.get(life.value, life.start), life.start), end)))
         if life.value in first:
             found.append(replace(life, start=min(max(first[life.value], end + 1), life.end)))
-    return found
+    return _with_copies(graph, made, first, last, end), found
+
+
+def _with_copies(
+    graph: Graph, made: set[int], first: Mapping[int, int], last: Mapping[int, int], end: int
+) -> Liveness:
+    """With copies for nodes of the forward program, which ends at `end`, until that needs none; and
+    with the nodes whose results are not handed on, so that the backward program runs them again."""
+    liveness = graph.liveness
+    node_ends, again = list(liveness.node_ends), list[tuple[int, int, int]]()
+    for index, node in enumerate(graph.nodes):
+        start, until = liveness.times[index], liveness.node_ends[index]
+        if made.isdisjoint(node.results) or not start <= end < until:
+            continue
+        node_ends[index] = min(max([start, *(last.get(v, start) for v in node.results)]), end)
+        needed = [first[v] for v in node.results if v in first]
+        if needed:
+            again.append((index, min(max(min(needed), end + 1), until), until))
+    return replace(liveness, node_ends=tuple(node_ends), again=tuple(again))
 
 
 def _last_needed(graph: Graph, made: set[int], written: set[int]) -> dict[int, int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -50,7 +50,8 @@ from autopar.tracer.costs import (
 from autopar.tracer.kernels import node_traffic
 from autopar.tracer.liveness import LifeBasis, basis_of_lives, find_lives
 from autopar.tracer.op_sizes import equation_work
-from autopar.tracer.regions import UPDATE, equation_regions, module_name, region_by_name
+from autopar.tracer.regions import BACKWARD, UPDATE, equation_regions, module_name, region_by_name
+from autopar.tracer.rolled_layers import rolled_layers
 from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
 from autopar.tracer.while_trips import expectations, while_trips
@@ -202,6 +203,22 @@ class _Builder:
         regions = equation_regions(program)
         self.walk(program, [_Context(region, 1.0) for region in regions], 0)
 
+    def trips(self) -> dict[int, int]:
+        """Nodes of layers that a stage runs as a loop, of the backward pass -> the last node of
+        their trip."""
+        nodes_of: dict[int, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            if node.region == BACKWARD and node.equation is not None:
+                nodes_of.setdefault(node.equation, []).append(index)
+        trips: dict[int, int] = {}
+        for run in rolled_layers(self.step, nodes_of.keys()):
+            own = [sorted(i for e in trip for i in nodes_of.get(e, ())) for trip in run]
+            heavy = [i for i in own[-1] if self.nodes[i].is_heavy]
+            ends = [nodes[0] - 1 for nodes in own[1:]] + [max(heavy or own[-1])]
+            for nodes, end in zip(own, ends, strict=True):
+                trips.update((index, end) for index in nodes if index <= end)
+        return trips
+
     def graph(self, overlaps: bool, instructions_per_byte: float) -> BuiltGraph:
         """The graph: nodes and values completed with what depends on all of them."""
         program, step = self.program, self.step
@@ -216,7 +233,7 @@ class _Builder:
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
-        known = overlaps, self.zeros, instructions_per_byte
+        known = overlaps, self.zeros, instructions_per_byte, cache(self.trips)
         basis = basis_of_lives(self.nodes, self.values, outputs, in_place, self.loops, *known)
         liveness = find_lives(basis, step.is_stage)
         traffic = node_traffic(

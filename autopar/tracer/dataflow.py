@@ -79,12 +79,22 @@ class Dataflow:
             elif given.issuperset(read):
                 if node.name == "optimization_barrier":
                     again.update(node.results)
-                elif is_merge or self.is_view(node) or node.name == "scan_slice":
+                elif is_merge or self.is_view(node) or self._is_slice_of_forward(node):
                     given.update(node.results)
             elif not again.isdisjoint(read) and all(v in again or v in given for v in read):
                 again.update(node.results)
                 found.add(index)
         return frozenset(found)
+
+    def _is_slice_of_forward(self, node: Node) -> bool:
+        """Whether a loop slices what the forward pass has made or read. A slice of an argument that
+        the backward pass alone reads is a gradient, which a stage of a pipeline receives."""
+        if node.name != "scan_slice":
+            return False
+        if self.maker(node.operands[0]).kind is not NodeKind.INPUT:
+            return True
+        readers = [i for v in node.results for i in self.direct_readers.get(v, ())]
+        return any(self.nodes[i].region != BACKWARD for i in readers)
 
     def maker(self, value: int) -> Node:
         return self.nodes[self.producer[value]]

@@ -58,7 +58,7 @@ def _key(step: TracedStep) -> Hashable:
         zeros += [is_zero(o, ()) for o in equation.operands if isinstance(o, Constant)]
         regions.append(region_by_name(equation.scope) or "")
     fingerprint = program_fingerprint(program)
-    step_key = step.state, step.batch, step.donated, step.is_stage
+    step_key = step.state, step.batch, step.donated, step.is_stage, step.backward
     return fingerprint, *step_key, tuple(zeros), tuple(regions)
 
 

@@ -187,7 +187,7 @@ class Fusion:
                 self._fused_stacks.update(node.results)
                 is_unfused = False
             reader = ValueReader(index, is_unfused)
-            if self._fuses_updates and node.name == "concatenate":
+            if node.name == "concatenate":
                 reader = ValueReader(index, False)
             is_scatter = _is_scatter(node)
             if not is_scatter and index not in self._scatters and index not in self.epilogues:

@@ -11,7 +11,8 @@ them in a tile, unless they are long, so a second sum along them that needs the 
 too: a softmax's maximum and sum. In a softmax's tile, and in that of its gradient, are also the
 values that need these sums, if no other kernel does.
 
-What a scan stacks is written twice: as zeros, and by the copy of each trip's slice.
+What a scan stacks is written twice: as zeros, and by the copy of each trip's slice. A slice of what
+it goes over is copied if several kernels read it.
 
 A read is charged to the first op of the kernel that does it, a write to the op that makes the
 value, so that op's sharding divides it. Updated state is written although it takes no new memory.
@@ -26,6 +27,7 @@ another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -67,6 +69,8 @@ _PARTS = ("pad", "concatenate")  # every operand makes a part of the result
 _LANE_OPS_PER_BYTE = 5.0  # that a GPU does in the time of moving one byte
 _SMOOTH = 4.0  # the larger, the more the slower of arithmetic and traffic decides alone
 _GROUPED = 0.25  # of the lanes' rate, for convolutions in groups
+_SORTS = ("sort", "top_k", "argsort")
+_COMPARISON = 27.0  # instructions, of two elements of a row with what is sorted beside them
 _SINGLE_LOADS = 2.0  # bytes of a tile count so often if its rows are aligned to 2 bytes only
 _HELD_LOAD = 26.0  # instructions for each number of such rows that a tile holds between two sums
 
@@ -119,7 +123,7 @@ class _Kernels:
         outputs: Collection[int | None],
         zeros: Collection[int],
     ) -> None:
-        self.nodes, self.values = nodes, values
+        self.nodes, self.values = [_without_product(node) for node in nodes], values
         self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
         self.views = [n.kind in (NodeKind.USE, NodeKind.FINISH) or n.name in VIEWS for n in nodes]
         self.source = self.sources_of_views()
@@ -178,6 +182,7 @@ class _Kernels:
         for kernel in self.kernels:
             self.charge(kernel)
         self.charge_masks()
+        self.charge_slices()
         return [self.traffic_of(index) for index in range(len(self.nodes))]
 
     def traffic_of(self, index: int) -> Traffic | None:
@@ -437,6 +442,21 @@ class _Kernels:
         self.add(part, 1, 2 * size, "copy")
         part.num_kernels += 1.0
 
+    def charge_slices(self) -> None:
+        """A trip's slice of a stack that several kernels read is copied first."""
+        readers: Counter[int] = Counter()
+        for kernel in self.kernels:
+            if self.nodes[kernel.first].work is None and self.nodes[kernel.first].name not in _FREE:
+                readers.update(kernel.members)
+                readers.update({self.producer[value] for value in kernel.sources})
+        for index, count in readers.items():
+            node = self.nodes[index]
+            if node.name != "scan_slice" or count < 2:
+                continue
+            part, size = self.part(index), float(self.values[node.results[0]].num_bytes)
+            self.add(part, len(node.operands), 2 * size, "copy")
+            part.num_kernels += 1.0
+
     def charge_arithmetic(self, kernel: _Kernel, made: set[int], moved: float) -> None:
         lane_ops = self.lane_ops(kernel, made)
         held = self.held_sum(kernel)
@@ -495,12 +515,12 @@ class _Kernels:
             if not times or self.views[index] or self.folded.issuperset(node.results):
                 continue
             if node.name in UNFUSED and node.name not in _LANE_OPS:
-                grouped = node.name == "conv_general_dilated"
-                found[index] = node.flops / 2 / _GROUPED if grouped else 0.0
+                found[index] = self.unfused_lane_ops(node)
                 continue
             reads = 1.0
             if node.name.startswith(_REDUCTIONS) and node.operands:
-                reads = max(1.0, self.elements[node.operands[0]] / max(times, 1.0))
+                size = max(self.elements[operand] for operand in node.operands)
+                reads = max(1.0, size / max(times, 1.0))
             is_by_constant = node.name == "div" and len(node.operands) < 2
             count = times * reads * (1.0 if is_by_constant else _LANE_OPS.get(node.name, 1.0))
             spreads = node.name == "broadcast_in_dim"
@@ -524,6 +544,18 @@ class _Kernels:
             found[index] = count
         return found
 
+    def unfused_lane_ops(self, node: Node) -> float:
+        """Of a convolution in groups, and of rows that are sorted by a network of comparisons,
+        padded to a power of two."""
+        if node.name == "conv_general_dilated":
+            return node.flops / 2 / _GROUPED
+        if node.name not in _SORTS or not node.operands:
+            return 0.0
+        shape = self.values[node.operands[0]].shape
+        length = shape[-1] if shape else 1
+        steps = (length - 1).bit_length()
+        return _COMPARISON * prod(shape[:-1]) * 2**steps * steps * (steps + 1) / 4
+
     def is_stored(self, value: int, kernel: _Kernel) -> bool:
         if value not in self.written:
             return False
@@ -537,6 +569,9 @@ class _Kernels:
 
     def written_bytes(self, node: Node, value: int) -> float:
         size = node.passes * self.values[value].num_bytes
+        is_narrow = self.values[value].dtype in ("bfloat16", "float16")
+        if node.part_bytes is not None and node.name.startswith("scatter-") and is_narrow:
+            return node.part_bytes  # compared and swapped one by one, however small the array is
         if node.part_bytes is not None and _is_in_place(node):
             # In place: it neither reads nor writes the rest of the array.
             size = min(size, node.part_bytes)
@@ -578,16 +613,27 @@ class _Kernels:
         return node.name.startswith(_REDUCTIONS) and not self.sums_rows(node)
 
     def is_transpose(self, node: Node) -> bool:
-        """Whether a node moves the last dimension, and no product does that for it: one without a
-        batch writes its result in either order."""
+        """Whether a node moves the last dimension, and no product does that for it: its matrices
+        are written in either order, but its batch stays first."""
         if node.name != "transpose" or not node.operands:
             return False
         maker = self.nodes[self.producer[self.source[node.operands[0]]]]
         if maker.name == "dot_general" and len(maker.operands) == 2:
             one, other = ({f for dim in dims for f in dim} for dims in maker.rule.operands)
-            if not one & other - maker.rule.reduction:
+            num_batched = len(one & other - maker.rule.reduction)
+            order = [node.rule.operands[0].index(factors) for factors in node.rule.results[0]]
+            if order[:num_batched] == list(range(num_batched)):
                 return False
         return node.rule.operands[0][-1:] != node.rule.results[0][-1:]
+
+
+def _without_product(node: Node) -> Node:
+    """A product of a vector, or one that sums nothing, is arithmetic on lanes (`op_sizes`)."""
+    if node.name != "dot_general" or node.work is not None or len(node.operands) != 2:
+        return node
+    kept = {f for dims in node.rule.results for factors in dims for f in factors}
+    summed = {f for dims in node.rule.operands[0] for f in dims} - kept
+    return node.having(name="reduce_sum" if summed else "mul")
 
 
 def _is_in_place(node: Node) -> bool:

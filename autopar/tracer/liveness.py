@@ -25,10 +25,11 @@ A value that a loop reads lives until the loop's end; a stack that it writes, fr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 
 from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
@@ -59,6 +60,8 @@ class LifeBasis:
     summed:   values written in the order of a sum over them.
     overlaps: there are collectives to hide under compute.
     priced:   values that prices take as written.
+    trips:    finds, of layers that a stage runs as a loop, the nodes of the backward pass, each
+              with the last node of its trip.
     """
 
     fusion: Fusion
@@ -68,6 +71,7 @@ class LifeBasis:
     summed: Set[int]
     overlaps: bool
     priced: frozenset[int]
+    trips: Callable[[], Mapping[int, int]]
 
 
 def basis_of_lives(
@@ -79,11 +83,12 @@ def basis_of_lives(
     overlaps: bool = True,
     zeros: Collection[int] = (),
     instructions_per_byte: float = INSTRUCTIONS_PER_BYTE,
+    trips: Callable[[], Mapping[int, int]] = dict,
 ) -> LifeBasis:
     """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
     (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
-    everywhere; `instructions_per_byte`: of the device."""
+    everywhere; `instructions_per_byte`: of the device; `trips`: see `LifeBasis`."""
     order = None if overlaps else early_backward(nodes, loops)
     place = list(range(len(nodes)))  # of each node, in the order that XLA runs them
     if order is not None:
@@ -107,7 +112,9 @@ def basis_of_lives(
     copied = reordering.copied | summed
     fusion = Fusion(flow, scatters, products, returned, kept, copied, rate=rate, is_split=overlaps)
     in_memory = priced.read_from_memory()
-    return LifeBasis(fusion, place, tuple(loops), reordering.made_of, summed, overlaps, in_memory)
+    return LifeBasis(
+        fusion, place, tuple(loops), reordering.made_of, summed, overlaps, in_memory, trips
+    )
 
 
 def find_lives(basis: LifeBasis, is_stage: bool = False, known: Liveness | None = None) -> Liveness:
@@ -116,13 +123,16 @@ def find_lives(basis: LifeBasis, is_stage: bool = False, known: Liveness | None 
     lives without it are in `Liveness.unhidden`. `is_stage`: each trip of that loop is a program of
     its own, which copies no slice; `known`: of the same step, as a stage or not."""
     if not basis.overlaps:
-        return _lives(basis, ()) if known is None else known
+        return replace(_lives(basis, ()) if known is None else known, runs_alone=is_stage)
     copying = {loop for loop in basis.loops if basis.fusion.copies_slices(*loop)}
     sending = {loop for loop in basis.loops if _is_over_micro_batches(basis, loop)}
-    if known is None:
-        known = _lives(basis, copying | sending)
+    was_stage = known is not None and known.runs_alone
+    trips = basis.trips() if is_stage or was_stage else {}
+    if known is None or (trips and is_stage != was_stage):
+        known = _lives(basis, copying | sending, trips if is_stage else {})
     if is_stage:
-        return replace(known, unhidden=_lives(basis, ()), runs_alone=True)
+        unhidden = replace(_lives(basis, ()), runs_alone=True)
+        return replace(known, unhidden=unhidden, runs_alone=True)
     unhidden = None if sending <= copying else _lives(basis, copying)
     return replace(known, unhidden=unhidden, runs_alone=False)
 
@@ -132,11 +142,15 @@ def _is_over_micro_batches(basis: LifeBasis, loop: tuple[int, int]) -> bool:
     return {FORWARD, BACKWARD} <= {node.region for node in basis.fusion.flow.nodes[slice(*loop)]}
 
 
-def _lives(basis: LifeBasis, planned: Collection[tuple[int, int]]) -> Liveness:
-    """`planned`: loops whose bodies XLA plans for overlap."""
+def _lives(
+    basis: LifeBasis,
+    planned: Collection[tuple[int, int]],
+    trips: Mapping[int, int] = MappingProxyType({}),
+) -> Liveness:
+    """`planned`: loops whose bodies XLA plans for overlap; `trips`: of layers in a loop."""
     fusion, flow, loops, place = basis.fusion.copy(), basis.fusion.flow, basis.loops, basis.place
     planned = [loop for loop in loops if loop in planned]
-    times = run_times(flow.nodes, flow.zeros, basis.overlaps, flow.recomputed, planned)
+    times = run_times(flow.nodes, flow.zeros, basis.overlaps, flow.recomputed, planned, trips)
     sweep = _Sweep(fusion, times, loops, basis.made_of, basis.summed, basis.overlaps)
     lives, node_ends = sweep.lives()
     times, node_ends = [sweep.times[i] for i in place], [node_ends[i] for i in place]

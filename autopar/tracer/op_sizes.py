@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from jax import lax
 from jax.core import ShapedArray
 
 from autopar import _jax
@@ -16,6 +17,9 @@ from autopar.ir.graph import OpSize
 from autopar.ir.program import Equation
 
 RAGGED_PRODUCT = "ragged_dot_general"
+# XLA for GPUs (0.11) leaves the product of a matrix and a vector to a library from so many elements
+# on, and never that of two vectors.
+_LEAST_OF_VECTORS = 1e7
 _CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
 
 
@@ -61,15 +65,32 @@ def _ragged_product(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize:
     return OpSize("product", (*dims, _dims_of(1, summed)))
 
 
-def _product(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize:
+def _product(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | None:
+    """None for one that XLA makes of multiplications and sums."""
     (contracting, right_contracting), (batch, right_batch) = equation.params["dimension_numbers"]
-    ndims = [len(shape) for shape in _shapes(equation, avals)]
-    rows = [d for d in range(ndims[0]) if d not in (*contracting, *batch)]
-    columns = [d for d in range(ndims[1]) if d not in (*right_contracting, *right_batch)]
+    left, right, *_ = _shapes(equation, avals)
+    rows = [d for d in range(len(left)) if d not in (*contracting, *batch)]
+    columns = [d for d in range(len(right)) if d not in (*right_contracting, *right_batch)]
+    m, n, k = (
+        prod(shape[d] for d in dims)
+        for shape, dims in ((left, rows), (right, columns), (left, contracting))
+    )
+    if k == 1 or (min(m, n) == 1 and (max(m, n) == 1 or (m + n) * k < _LEAST_OF_VECTORS)):
+        return None
     return OpSize(
         "product",
         (_dims_of(0, batch), _dims_of(0, rows), _dims_of(1, columns), _dims_of(0, contracting)),
+        is_exact=_is_exact(equation, avals),
     )
+
+
+def _is_exact(equation: Equation, avals: Sequence[ShapedArray]) -> bool:
+    """Whether 32-bit numbers are multiplied as they are, not rounded to TF32."""
+    if any(avals[v].dtype.itemsize < 4 for v in equation.inputs[:2]):
+        return False
+    asked = equation.params["precision"]
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    return lax.Precision.HIGHEST in asked or lax.DotAlgorithmPreset.F32_F32_F32 in asked
 
 
 def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | None:
@@ -83,6 +104,7 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
     shapes = _shapes(equation, avals)
 
     has_holes = prod(params["rhs_dilation"]) > 1
+    traits = {"has_holes": has_holes, "is_exact": _is_exact(equation, avals)}
 
     def size(position: int, spec: Sequence[int]) -> int:
         return prod(shapes[position][d] for d in spec[2:])
@@ -95,7 +117,7 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
             _dims_of(0, left[:1]),
             _dims_of(2, out[1:2]),
         )
-        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])), has_holes=has_holes)
+        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])), **traits)
     if prod(params["lhs_dilation"]) > 1:
         dims = (
             _dims_of(0, left[:1]),
@@ -103,14 +125,14 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
             _dims_of(2, out[1:2]),
             _dims_of(0, left[1:2]),
         )
-        return OpSize("input-gradient", (*dims, _dims_of(1, right[2:])), has_holes=has_holes)
+        return OpSize("input-gradient", (*dims, _dims_of(1, right[2:])), **traits)
     dims = (
         _dims_of(2, out[:1]),
         _dims_of(2, out[2:]),
         _dims_of(0, left[1:2]),
         _dims_of(2, out[1:2]),
     )
-    return OpSize("forward", (*dims, _dims_of(1, right[2:])), has_holes=has_holes)
+    return OpSize("forward", (*dims, _dims_of(1, right[2:])), **traits)
 
 
 def _attention(equation: Equation) -> OpSize:

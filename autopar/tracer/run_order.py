@@ -5,7 +5,8 @@ Most nodes run at their position in the graph. The exceptions:
 - *The update* is interleaved with the backward pass: it runs as soon as its operands exist.
 - *Gradients of parameters* come late where there are collectives to hide (`_late_gradients`), at
   the latest where a barrier waits for them, in front of the next layer that is recomputed, or at
-  the end of a loop's body that adds them up. Those that a loop over layers stacks do not: each trip
+  the end of a loop's body that adds them up, or of their own layer where a stage runs equal layers
+  as a loop (`rolled_layers`). Those that a loop over layers stacks do not: each trip
   hides their collectives under its own compute.
 - *Other products* of the backward pass come late there too, if what reads them waits for later ones
   (`_late_branches`), unless they free what a recomputed layer made early (`_made_early`).
@@ -19,8 +20,9 @@ Most nodes run at their position in the graph. The exceptions:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 from autopar.ir.graph import Node, NodeKind
 from autopar.tracer.costs import REDUCTIONS
@@ -34,12 +36,14 @@ def run_times(
     overlaps: bool,
     recomputed: Collection[int] = (),
     loops: Sequence[tuple[int, int]] = (),
+    trips: Mapping[int, int] = MappingProxyType({}),
 ) -> list[int]:
     """`zeros`: values known to be zero; `overlaps`: XLA hides collectives under compute;
     `recomputed`: nodes that compute a layer again; `loops`: those whose bodies are planned for
-    overlap too, outer loops first."""
+    overlap too, outer loops first; `trips`: nodes of the backward pass -> the last node of their
+    trip, of layers that will run as a loop."""
     producer = {v: i for i, node in enumerate(nodes) for v in node.results}
-    late = _late_gradients(nodes, producer, loops) if overlaps else {}
+    late = _late_gradients(nodes, producer, loops, trips) if overlaps else {}
     made_early = _made_early(nodes, late, recomputed) if overlaps else frozenset()
     late |= _late_branches(nodes, late, made_early) if overlaps else {}
     last_of = _last_of_barriers(nodes) if late else {}
@@ -92,14 +96,19 @@ def _comes_when_needed(zeros: Node) -> bool:
 
 
 def _late_gradients(
-    nodes: Sequence[Node], producer: dict[int, int], loops: Sequence[tuple[int, int]]
+    nodes: Sequence[Node],
+    producer: dict[int, int],
+    loops: Sequence[tuple[int, int]],
+    trips: Mapping[int, int],
 ) -> dict[int, int]:
     """Products, scatters and sums that nothing but the update waits for, and their reductions, with
     the times at which they run. XLA hides collectives under compute and plans backwards from the
     end, where all of these are ready (`_beside_later`). Their partial sums wait for the end, where
     their reductions are merged. In a loop's body, nothing but the next trip waits for what they are
-    added to, and the end is that of the body."""
+    added to, and the end is that of the body; so too for layers that will run as a loop, each of
+    which is a trip."""
     late = _latest_times(nodes, producer, loops)
+    late = {i: min(time, trips.get(i, time)) for i, time in late.items()}
     for index in _lone_products(nodes, late):
         del late[index]
     end = _end_of_passes(nodes)
@@ -112,7 +121,7 @@ def _late_gradients(
         for value in nodes[index].results:
             if value in finish_of:
                 late[finish_of[value]] = late[index]
-    for time in {end, *(stop - 1 for _, stop in loops)}:
+    for time in {end, *(stop - 1 for _, stop in loops), *trips.values()}:
         late |= _beside_later(due.get(time, ()))
     last_of = _last_of_barriers(nodes)
     for index, time in late.items():

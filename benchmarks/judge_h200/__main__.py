@@ -1,19 +1,21 @@
 """Train steps of many models on one H200: measured, judged by their HLO, and predicted.
 
-    python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …]
-                                            [--examples | --operations] [--tiny]
+    python -m benchmarks.judge_h200 measure --out FOLDER [--limit-s 300] [--only NAME …] [--tiny]
+                                            [--held-out | --examples | --operations | …]
     python -m benchmarks.judge_h200 compare FOLDER [--json FILE] [--kernels NAME]
     python -m benchmarks.judge_h200 judge | predict FILE
 
 `measure` compiles every step by plain `jax.jit` for the one GPU and times it; `--tiny` is a dry run
-on any device. In place of the models, `--examples` measures the examples at real size, as autopar
-runs them, and `--operations` single operations (`operations`). After `--limit-s` seconds no other
-step begins, and a minute later the process ends. `compare` needs no GPU: it reads the compiled
-programs (`autopar.measure.judge`), plans every step for one H200 with the table that comes with
-autopar, and divides both figures by the measured seconds. Models that decide nothing are reported
-apart. `--kernels` lists a step's kernels as judged and as profiled. `--json` writes the programs
-too, to an archive beside the file: from it, `judge` judges the steps of such a file again.
-`predict` plans them again, and leaves the judge's figures.
+on any device. `--held-out` measures the held-out half alone, which needs no package but JAX;
+`--planned` steps with loops as autopar runs them. In place of the models, `--examples` measures the
+examples at real size, also as autopar runs them, `--operations` single operations (`operations`),
+and `--rarer-operations` some of these. After `--limit-s` seconds no other step begins, and a minute
+later the process ends. `compare` needs no GPU: it reads the compiled programs
+(`autopar.measure.judge`), plans every step for one H200 with the table that comes with autopar, and
+divides both figures by the measured seconds. Models that decide nothing are reported apart.
+`--kernels` lists a step's kernels as judged and as profiled. `--json` writes the programs too, to
+an archive beside the file: from it, `judge` judges the steps of such a file again. `predict` plans
+them again, and leaves the judge's figures.
 """
 
 from __future__ import annotations
@@ -36,12 +38,24 @@ def run_measure(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     limit.start()
     import jax
 
-    from benchmarks.judge_h200.cases import all_cases, example_cases
+    from benchmarks.judge_h200.cases import (
+        all_cases,
+        example_cases,
+        held_out_cases,
+        planned_cases,
+    )
     from benchmarks.judge_h200.measuring import Folder, measure
-    from benchmarks.judge_h200.operations import all_operations
+    from benchmarks.judge_h200.operations import all_operations, rarer_operations
     from benchmarks.pipeline_rows import machine
 
-    kinds = {"operations": all_operations, "examples": example_cases, "models": all_cases}
+    kinds = {
+        "operations": all_operations,
+        "rarer-operations": rarer_operations,
+        "examples": example_cases,
+        "held-out": held_out_cases,
+        "planned": planned_cases,
+        "models": all_cases,
+    }
     cases = list(kinds[options.kind]())
     wanted = options.only or [case.name for case in cases]
     check_names(parser, "--only", wanted, [case.name for case in cases])
@@ -95,8 +109,8 @@ def main() -> None:
     measure.add_argument("--only", nargs="+", metavar="NAME")
     measure.set_defaults(kind="models")
     kind = measure.add_mutually_exclusive_group()
-    for name in ("examples", "operations"):
-        kind.add_argument(f"--{name}", action="store_const", dest="kind", const=name)
+    for flag in ("--held-out", "--planned", "--examples", "--operations", "--rarer-operations"):
+        kind.add_argument(flag, action="store_const", dest="kind", const=flag.removeprefix("--"))
     compare = commands.add_parser("compare", help="anywhere")
     compare.add_argument("folder", type=Path)
     compare.add_argument("--json", metavar="FILE", help="write all figures to this file")

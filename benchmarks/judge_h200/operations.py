@@ -8,9 +8,7 @@ a step of its own. The step returns the arrays that it is given as its state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -19,103 +17,88 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.judge_h200.cases import Case
+from benchmarks.judge_h200.rarer_operations import RARER
+from benchmarks.judge_h200.sampling import (
+    NUM,
+    Index,
+    Operation,
+    bf16,
+    c64,
+    f32,
+    made,
+    of,
+    some,
+    some_type,
+)
 from tests.zoo.program import ZooStep
 
-Operation = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments' shapes
-
-
-@dataclass(frozen=True)
-class _Index:
-    """An argument: `size` places of an array of `num`."""
-
-    size: int
-    num: int
-
-
-f32, bf16, c64 = jnp.float32, jnp.bfloat16, jnp.complex64
-NUM = 12  # operations of a step
 ELEMENTS = 3e7  # of an operation's largest array
 _TINY = 1e-3
-
-
-def _some(rng: np.random.Generator, low: float, high: float, multiple: int = 1) -> int:
-    """A number between these, most often one with many factors of two."""
-    number = 2 ** rng.uniform(np.log2(low), np.log2(high))
-    by = max(multiple, int(rng.choice([1, 8, 32])))
-    return max(by, round(number / by) * by) if number > by else max(1, round(number))
-
-
-def _of(*shape: int, dtype: Any = f32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _type(rng: np.random.Generator) -> Any:
-    return (f32, bf16)[int(rng.integers(2))]
 
 
 def _ffts(kind: str, rng: np.random.Generator, size: float) -> Iterator[Operation]:
     """`kind`: of real numbers, back to real numbers, or complex. In every third two dimensions."""
     for place in range(NUM):
         rank = 1 + (place % 3 == 2)
-        length = _some(rng, 32, 4096 if rank == 1 else 512)
+        length = some(rng, 32, 4096 if rank == 1 else 512)
         if place % 2:
             length = 2 ** round(np.log2(length))
         rows = max(1, int(size * 2 ** rng.uniform(-3, 0) / length**rank))
         half, whole = (length,) * (rank - 1) + (length // 2 + 1,), (length,) * rank
         axes = tuple(range(-rank, 0))
         if kind == "real":
-            yield partial(jnp.fft.rfftn, axes=axes), (_of(rows, *whole),)
+            yield partial(jnp.fft.rfftn, axes=axes), (of(rows, *whole),)
         elif kind == "inverse":
-            yield partial(jnp.fft.irfftn, s=whole, axes=axes), (_of(rows, *half, dtype=c64),)
+            yield partial(jnp.fft.irfftn, s=whole, axes=axes), (of(rows, *half, dtype=c64),)
         else:
             form = (jnp.fft.fftn, jnp.fft.ifftn)[place // 2 % 2]
-            yield partial(form, axes=axes), (_of(rows, *whole, dtype=c64),)
+            yield partial(form, axes=axes), (of(rows, *whole, dtype=c64),)
 
 
 def _sums_by_index(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(2 * NUM):
-        width, dtype = _some(rng, 1, 2048), (f32, f32, bf16)[place % 3]
+        width, dtype = some(rng, 1, 2048), (f32, f32, bf16)[place % 3]
         rows = max(1, int(size * 2 ** rng.uniform(-3, 0) / width))
         targets = max(1, int(rows / rng.choice([0.5, 2, 8, 32])))
         combine = (jax.ops.segment_sum, jax.ops.segment_max)[place % 4 == 3]
         yield (
             lambda x, i, combine=combine, targets=targets: combine(x, i, targets),
-            (_of(rows, width, dtype=dtype), _Index(rows, targets)),
+            (of(rows, width, dtype=dtype), Index(rows, targets)),
         )
 
 
 def _rows_by_index(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(NUM):
-        width, dtype = _some(rng, 1, 512), (f32, bf16)[place % 2]
+        width, dtype = some(rng, 1, 512), (f32, bf16)[place % 2]
         rows = max(1, int(size / width))
         held = max(1, rows // int(rng.choice([1, 4, 16])))
-        yield lambda x, i: x[i], (_of(held, width, dtype=dtype), _Index(rows, held))
+        yield lambda x, i: x[i], (of(held, width, dtype=dtype), Index(rows, held))
 
 
 def _thin_products(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(NUM):
-        dtype, k, n = (f32, bf16)[place % 2], _some(rng, 16, 512, 8), _some(rng, 16, 512, 8)
+        dtype, k, n = (f32, bf16)[place % 2], some(rng, 16, 512, 8), some(rng, 16, 512, 8)
         m = max(8, int(size / max(k, n)) // 8 * 8)
         act = (jax.nn.relu, jnp.tanh, lambda x: x)[place % 3]
-        yield lambda x, w, act=act: act(x @ w), (_of(m, k, dtype=dtype), _of(k, n, dtype=dtype))
+        yield lambda x, w, act=act: act(x @ w), (of(m, k, dtype=dtype), of(k, n, dtype=dtype))
 
 
 def _deep_products(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     """Contractions over the longest dimension, as in gradients of weights."""
     for place in range(NUM):
-        dtype, m, n = (f32, bf16)[place % 2], _some(rng, 16, 512, 8), _some(rng, 16, 512, 8)
+        dtype, m, n = (f32, bf16)[place % 2], some(rng, 16, 512, 8), some(rng, 16, 512, 8)
         k = max(8, int(size / max(m, n)) // 8 * 8)
-        yield lambda x, y: x.T @ y, (_of(k, m, dtype=dtype), _of(k, n, dtype=dtype))
+        yield lambda x, y: x.T @ y, (of(k, m, dtype=dtype), of(k, n, dtype=dtype))
 
 
 def _batched_products(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(NUM):
         dtype = (bf16, f32)[place % 2]
-        m, n, k = (_some(rng, 16, 512, 8) for _ in range(3))
+        m, n, k = (some(rng, 16, 512, 8) for _ in range(3))
         batch = max(1, int(size / max(m * k, k * n, m * n)))
         yield (
             lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y),
-            (_of(batch, m, k, dtype=dtype), _of(batch, k, n, dtype=dtype)),
+            (of(batch, m, k, dtype=dtype), of(batch, k, n, dtype=dtype)),
         )
 
 
@@ -127,9 +110,9 @@ def _rows(rng: np.random.Generator, size: float) -> Iterator[Operation]:
 
     forms = (jax.nn.softmax, norm, lambda x: jax.nn.logsumexp(x, -1), lambda x: jnp.argmax(x, -1))
     for place in range(NUM):
-        length = _some(rng, 16, 50000)
+        length = some(rng, 16, 50000)
         rows = max(1, int(size / length))
-        yield forms[place % 4], (_of(rows, length, dtype=_type(rng)),)
+        yield forms[place % 4], (of(rows, length, dtype=some_type(rng)),)
 
 
 def _softmax_gradients(rng: np.random.Generator, size: float) -> Iterator[Operation]:
@@ -145,31 +128,31 @@ def _softmax_gradients(rng: np.random.Generator, size: float) -> Iterator[Operat
         return whole(jnp.where(seen, x, -1e9), g)
 
     for place in range(2 * NUM):
-        length = _some(rng, 64, 32768, 8)
+        length = some(rng, 64, 32768, 8)
         rows = max(1, int(size * 2 ** rng.uniform(-2, 0) / length))
-        given = _of(rows, length, dtype=_type(rng))
+        given = of(rows, length, dtype=some_type(rng))
         yield (of_results, whole, masked)[place % 3], (given, given)
 
 
 def _columns(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(NUM):
-        width, inner = _some(rng, 8, 4096), (1, _some(rng, 4, 64))[place % 2]
+        width, inner = some(rng, 8, 4096), (1, some(rng, 4, 64))[place % 2]
         rows = max(1, int(size / width / inner))
         yield (
             lambda x: x.astype(f32).sum(1),
-            (_of(inner, rows, width, dtype=_type(rng)),),
+            (of(inner, rows, width, dtype=some_type(rng)),),
         )
 
 
 def _transposes(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     orders = ((1, 0, 2), (0, 2, 1), (2, 1, 0))
     for place in range(NUM):
-        a, b = _some(rng, 4, 1024), _some(rng, 4, 1024)
+        a, b = some(rng, 4, 1024), some(rng, 4, 1024)
         c = max(1, int(size / a / b))
         order = orders[place % 3]
         yield (
             lambda x, order=order: jnp.transpose(x, order) + 1,
-            (_of(a, b, c, dtype=_type(rng)),),
+            (of(a, b, c, dtype=some_type(rng)),),
         )
 
 
@@ -180,7 +163,7 @@ def _elementwise(rng: np.random.Generator, size: float) -> Iterator[Operation]:
         lambda x: jnp.sqrt(jnp.abs(x)), lambda x: jnp.cos(jnp.sin(x)), jax.nn.softplus,
     )  # fmt: skip
     for place in range(NUM):
-        yield forms[place], (_of(int(size * rng.uniform(0.5, 1.5)), dtype=_type(rng)),)
+        yield forms[place], (of(int(size * rng.uniform(0.5, 1.5)), dtype=some_type(rng)),)
 
 
 def _convolved(x: Any, w: Any, *, stride: int, transposed: bool) -> Any:
@@ -198,14 +181,14 @@ def _convolved(x: Any, w: Any, *, stride: int, transposed: bool) -> Any:
 
 def _convolutions(rank: int, rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(NUM // 2):
-        dtype, into, out = (f32, bf16)[place % 2], _some(rng, 4, 256), _some(rng, 8, 256, 8)
-        side = _some(rng, 8, 64 if rank == 2 else 24)
+        dtype, into, out = (f32, bf16)[place % 2], some(rng, 4, 256), some(rng, 8, 256, 8)
+        side = some(rng, 8, 64 if rank == 2 else 24)
         images = max(1, int(size / 4 / side**rank / max(into, out)))
         stride, transposed = (1, 2)[place % 3 == 1], place % 3 == 2
         form = partial(_convolved, stride=2 if transposed else stride, transposed=transposed)
         shapes = (
-            _of(images, *(side,) * rank, into, dtype=dtype),
-            _of(*(3,) * rank, into, out, dtype=dtype),
+            of(images, *(side,) * rank, into, dtype=dtype),
+            of(*(3,) * rank, into, out, dtype=dtype),
         )
         gradient = jax.grad(lambda x, w, form=form: (form(x, w).astype(f32) ** 2).sum(), (0, 1))
         yield gradient, shapes
@@ -216,14 +199,14 @@ def _transposed(
 ) -> Iterator[Operation]:
     """Gradients of transposed convolutions with strides, padded as frameworks do it."""
     for _ in range(NUM // 2):
-        into, out = _some(rng, 8, 512), _some(rng, 8, 512, 8)
-        side = _some(rng, 8, 64 if rank == 2 else 16)
+        into, out = some(rng, 8, 512), some(rng, 8, 512, 8)
+        side = some(rng, 8, 64 if rank == 2 else 16)
         window = int(rng.integers(2, 6))
         images = max(1, int(size / 8 / side**rank / max(into, 2**rank * out)))
         shapes = (
-            _of(images, *(side,) * rank, into, dtype=dtype),
-            _of(*(window,) * rank, into, out, dtype=dtype),
-            _of(images, *(2 * side,) * rank, out, dtype=dtype),
+            of(images, *(side,) * rank, into, dtype=dtype),
+            of(*(window,) * rank, into, out, dtype=dtype),
+            of(images, *(2 * side,) * rank, out, dtype=dtype),
         )
 
         def gradient(x: Any, w: Any, g: Any) -> Any:
@@ -263,10 +246,10 @@ def _loops(rng: np.random.Generator, size: float) -> Iterator[Operation]:
     for place in range(NUM):
         tick = (decays, multiplies, gates, outer)[place % 4]
         matrix = tick is outer
-        width = _some(rng, 32, 160, 8) if matrix else _some(rng, 64, 1024, 8)
-        rows = _some(rng, 4, 256 if matrix else 64)
+        width = some(rng, 32, 160, 8) if matrix else some(rng, 64, 1024, 8)
+        rows = some(rng, 4, 256 if matrix else 64)
         form = partial(loop, tick=tick, matrix=matrix)
-        shapes = (_of(_some(rng, 50, 400), rows, width), _of(width, width))
+        shapes = (of(some(rng, 50, 400), rows, width), of(width, width))
         if place // 4 == 1:  # both passes
             yield (
                 jax.grad(lambda xs, w, form=form: (form(xs, w) ** 2).sum(), (0, 1)),
@@ -295,20 +278,9 @@ _GROUPS: dict[str, Callable[[np.random.Generator, float], Iterator[Operation]]] 
     "transposed convolutions, float32": partial(_transposed, f32, 2),
     "transposed convolutions, bfloat16": partial(_transposed, bf16, 2),
     "transposed convolutions in three dimensions": partial(_transposed, f32, 3),
+    **RARER,
     "loops": _loops,
 }
-
-
-def _scrambled(size: int, num: int) -> Any:
-    """Numbers below `num` in an order without a pattern that caches like."""
-    counted = jax.lax.iota(jnp.uint32, size)
-    return ((counted * np.uint32(2654435761) >> 7) % num).astype(jnp.int32)
-
-
-def _made(given: Any) -> Any:
-    if isinstance(given, _Index):
-        return _scrambled(given.size, given.num)
-    return (_scrambled(prod(given.shape), 1024).reshape(given.shape) / 512 - 1).astype(given.dtype)
 
 
 def _step(name: str, only: int | None, tiny: bool) -> ZooStep:
@@ -318,12 +290,16 @@ def _step(name: str, only: int | None, tiny: bool) -> ZooStep:
         listed = [listed[only]]
 
     def make_state() -> list[list[Any]]:
-        return [[_made(given) for given in arguments] for _, arguments in listed]
+        return [[made(given) for given in arguments] for _, arguments in listed]
 
     def step(state: Any) -> tuple[Any, list[Any]]:
         return state, [fn(*given) for (fn, _), given in zip(listed, state, strict=True)]
 
     return ZooStep(step, make_state, lambda _: ())
+
+
+def rarer_operations() -> Iterator[Case]:
+    return (case for case in all_operations() if case.name in RARER)
 
 
 def all_operations() -> Iterator[Case]:

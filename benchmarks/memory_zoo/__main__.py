@@ -5,6 +5,7 @@
     python -m benchmarks.memory_zoo --anew --jobs 6 --limit-s 600   # all again, six at a time
     python -m benchmarks.memory_zoo --predict                       # predictions anew, no compiling
     python -m benchmarks.memory_zoo --budgets --jobs 6              # plans to a budget, by XLA
+    python -m benchmarks.memory_zoo --budgets --anew --model vit    # all of a model's again
     python -m benchmarks.memory_zoo --page                          # only writes docs/memory.md
 
 Every case is planned and compiled by `autopar.verify` in a process of its own, which is ended after
@@ -41,8 +42,10 @@ def main() -> None:
 
     parser = script_parser(__doc__)
     parser.set_defaults(json=str(RESULTS))
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="only these, and anew")
-    parser.add_argument("--kind", nargs="+", metavar="NAME", help="only these, and anew")
+    parser.add_argument(
+        "--model", nargs="+", metavar="NAME", help="only these, and anew but for --budgets"
+    )
+    parser.add_argument("--kind", nargs="+", metavar="NAME", help="only these, like --model")
     parser.add_argument("--predict", action="store_true", help="keep XLA's figures")
     parser.add_argument("--limit-s", type=float, default=1e9, help="seconds for all cases")
     parser.add_argument("--case-limit-s", type=float, default=1800, help="seconds for each case")
@@ -54,20 +57,24 @@ def main() -> None:
     check_names(parser, "--model", options.model or (), models())
     check_names(parser, "--kind", options.kind or (), KINDS)
     limits = Limits(options.limit_s, options.case_limit_s, options.jobs)
+
+    def wanted(case: Any) -> bool:
+        is_of_model = options.model is None or case.model in options.model
+        return is_of_model and (options.kind is None or case.kind in options.kind)
+
     if options.budgets:
         is_default = options.json == str(RESULTS)
-        run_budgets(BUDGETS if is_default else Path(options.json), limits, options.model)
+        path = BUDGETS if is_default else Path(options.json)
+        run_budgets(path, limits, wanted, options.anew)
         if is_default:
-            write_page(PAGE, in_order(read_rows(RESULTS)), read_budgets(BUDGETS))
+            write_results(read_rows(RESULTS))
         return
     rows = read_rows(Path(options.json))
     chosen = options.model is not None or options.kind is not None or options.anew
     todo = []
     for case in () if options.page else all_cases():
-        wanted = case.model in (options.model or [case.model])
-        wanted = wanted and case.kind in (options.kind or [case.kind])
         known = rows.get((case.model, case.kind))
-        if wanted and not (known is None if options.predict else known and not chosen):
+        if wanted(case) and not (known is None if options.predict else known and not chosen):
             todo.append(case)
     todo.sort(key=lambda case: rows.get((case.model, case.kind), {}).get("made", ""))
 
@@ -78,7 +85,17 @@ def main() -> None:
         take_row(rows, case, row, options.predict)
         write_json(options.json, {"target": "h100-80gb", "rows": in_order(rows)})
     if Path(options.json) == RESULTS:
-        write_page(PAGE, in_order(rows), read_budgets(BUDGETS))
+        write_results(rows)
+
+
+def write_results(rows: dict[tuple[str, str], Row]) -> None:
+    """The page, with plans to a budget, and with the names of cases that have no row."""
+    from benchmarks.memory_zoo.cases import all_cases
+
+    missing = [
+        f"{case.model} ({case.kind})" for case in all_cases() if (case.model, case.kind) not in rows
+    ]
+    write_page(PAGE, in_order(rows), read_budgets(BUDGETS), missing)
 
 
 class Limits:
@@ -116,24 +133,24 @@ def rows_in_time(
             print(f"{ended} cases not done within the limit: run the command again", flush=True)
 
 
-def run_budgets(path: Path, limits: Limits, models: list[str] | None) -> None:
-    """Plans to a budget that have no row yet, written as they come; the last line counts them."""
+def run_budgets(path: Path, limits: Limits, wanted: Callable[[Any], bool], anew: bool) -> None:
+    """Plans to a budget that have no row yet, or all anew, written as they come; the last line
+    counts them. `wanted`: of a case."""
     from benchmarks.memory_zoo.cases import budget_cases
 
-    known = [row for row in read_budgets(path) if "error" not in row]
-    done_before = {(row["model"], row["kind"], row["share"]) for row in known}
-    todo = [
-        (case.model, case.kind, share)
-        for case, share in budget_cases()
-        if (case.model, case.kind, share) not in done_before
-        and case.model in (models or [case.model])
-    ]
-    rows = rows_in_time(todo, lambda one, limit_s: budget_in_a_process(*one, limit_s), limits)
-    for _, row in rows:
-        known.append(row)
+    known = {(row["model"], row["kind"], row["share"]): row for row in read_budgets(path)}
+    cases = {(case.model, case.kind, share): case for case, share in budget_cases()}
+    done_before = {one for one, row in known.items() if "error" not in row and not anew}
+    todo = [one for one, case in cases.items() if wanted(case) and one not in done_before]
+    todo.sort(key=lambda one: known.get(one, {}).get("made", ""))
+    for one, row in rows_in_time(
+        todo, lambda one, limit_s: budget_in_a_process(*one, limit_s), limits
+    ):
+        known[one] = row
         print(json.dumps(row), flush=True)
-        write_json(str(path), {"target": "h100-80gb", "rows": known})
-    print(budgets_in_short(known))
+        rows = [known[one] for one in cases if one in known]
+        write_json(str(path), {"target": "h100-80gb", "rows": rows})
+    print(budgets_in_short(list(known.values())))
 
 
 def read_budgets(path: Path) -> list[Row]:

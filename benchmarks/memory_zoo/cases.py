@@ -57,7 +57,7 @@ class Case:
         return KINDS[self.kind]()
 
 
-def _free(num_micro_batches: int = 1, remat: str = "none") -> Any:
+def free_method(num_micro_batches: int = 1, remat: str = "none") -> Any:
     options = autopar.ShardingOptions(memory_budget_bytes=NO_BUDGET_BYTES, remat=remat)
     return autopar.ShardParallel(num_micro_batches=num_micro_batches, options=options)
 
@@ -73,14 +73,14 @@ def _stages(num_layers: int = NUM_STAGES, remat: str = "none") -> Any:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "mesh": _free,
+    "mesh": free_method,
     "zero-3": autopar.Zero3Parallel,
-    "recompute": partial(_free, remat="all"),
-    "micro-batches": partial(_free, NUM_MICRO_BATCHES),
+    "recompute": partial(free_method, remat="all"),
+    "micro-batches": partial(free_method, NUM_MICRO_BATCHES),
     "stages": _stages,
     "recomputed stages": partial(_stages, 2 * NUM_STAGES, "all"),
-    "one": _free,
-    "one-recompute": partial(_free, remat="all"),
+    "one": free_method,
+    "one-recompute": partial(free_method, remat="all"),
 }
 
 
@@ -164,6 +164,14 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     "linear attention": partial(_zoo, lambda n: newcomers.linear_attention(8 * n)),
     "conformer": partial(_zoo, lambda n: newcomers.conformer(16 * n)),
     "diffusion transformer": partial(_zoo, lambda n: newcomers.diffusion_transformer(16 * n)),
+}
+
+
+# Models with an option for `jax.checkpoint` around their layers, with it.
+CHECKPOINTED: dict[str, Callable[[int], Step]] = {
+    "llama": partial(
+        _example, lambda n: build("llama3-8b", 2 * n, num_layers=2, seq_len=2048, remat=True)
+    ),
 }
 
 

@@ -46,22 +46,63 @@ def in_short(row: dict[str, Any]) -> str:
 def budgets_in_short(rows: Sequence[dict[str, Any]]) -> str:
     within = sum(row.get("within", False) for row in rows)
     over = sum(row.get("within") is False for row in rows)
-    refused = sum("refused" in row for row in rows)
     failed = sum("error" in row for row in rows)
-    text = f"{len(rows)} plans to a budget: {within} within, {over} over, {refused} refused"
+    refused = [row for row in rows if "refused" in row]
+    wrongly = sum(fits_by_hand(row) for row in refused)
+    unproven = sum(not (is_hopeless(row) or row.get("by_hand")) for row in refused)
+    text = (
+        f"{len(rows)} plans to a budget: {within} within, {over} over, "
+        f"{len(refused) - wrongly - unproven} refused where nothing fits, {wrongly} refused "
+        "although a plan written by hand fits"
+    )
+    if unproven:
+        text += f", {unproven} refused and not compared"
     return f"{text}, {failed} failed" if failed else text
 
 
+def is_hopeless(row: dict[str, Any]) -> bool:
+    """Whether the state alone exceeds the budget of a refused plan."""
+    return row.get("state_bytes", 0.0) > row.get("budget_bytes", 0.0)
+
+
+def fits_by_hand(row: dict[str, Any]) -> bool:
+    by_hand = row.get("by_hand", {})
+    return bool(by_hand) and min(by_hand.values()) <= row["budget_bytes"]
+
+
+def _why_refused(row: dict[str, Any]) -> str:
+    if is_hopeless(row):
+        return f"refused: the state alone takes {row['state_bytes'] / GIB:.2f} GiB"
+    if not row.get("by_hand"):
+        return "refused"
+    what, peak = min(row["by_hand"].items(), key=lambda item: item[1])
+    but = "although this fits" if fits_by_hand(row) else "the smallest by hand"
+    return f"refused; {but}: {what}, {peak / GIB:.2f} GiB"
+
+
 def write_page(
-    path: Path, rows: Sequence[dict[str, Any]], budgets: Sequence[dict[str, Any]] = ()
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    budgets: Sequence[dict[str, Any]] = (),
+    missing: Sequence[str] = (),
 ) -> None:
-    path.write_text(page(rows, budgets))
+    path.write_text(page(rows, budgets, missing))
 
 
-def page(rows: Sequence[dict[str, Any]], budgets: Sequence[dict[str, Any]] = ()) -> str:
+def page(
+    rows: Sequence[dict[str, Any]],
+    budgets: Sequence[dict[str, Any]] = (),
+    missing: Sequence[str] = (),
+) -> str:
+    """`missing`: cases without a row."""
     compiled = [row for row in rows if "xla_bytes" in row]
     measured = [row for row in compiled if fits(row)]
-    lines = [INTRODUCTION.rstrip(), "", *_summary(measured), ""]
+    lines = [INTRODUCTION.rstrip(), "", *_summary(measured)]
+    if missing:
+        lines.append(
+            f"- Without a row, new or with other layouts than before: {', '.join(missing)}."
+        )
+    lines.append("")
     if any("made" not in row for row in measured):
         lines += [_FORMER, ""]
     for held_out, title in ((False, "Models that were studied"), (True, "Held out")):
@@ -101,7 +142,7 @@ def _budgets(rows: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(_line([*head, *(f"{b / GIB:.2f}" for b in sizes), how]))
         else:
             budget = f"{row['budget_bytes'] / GIB:.2f}" if "budget_bytes" in row else "–"
-            why = "refused" if "refused" in row else row["error"].splitlines()[0]
+            why = _why_refused(row) if "refused" in row else row["error"].splitlines()[0]
             lines.append(_line([*head, budget, "–", "–", why.replace("|", "\\|")]))
     return [*lines, ""]
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
 
+BY_HAND = "benchmarks.memory_zoo.by_hand"
+
 
 def case_in_a_process(model: str, kind: str, compiles: bool, limit_s: float) -> dict[str, Any]:
     """The row of a case, or what went wrong."""
@@ -52,9 +54,15 @@ def case_row(model: str, kind: str, compiles: bool) -> dict[str, Any]:
 
 
 def budget_in_a_process(model: str, kind: str, share: float, limit_s: float) -> dict[str, Any]:
-    """The row of a plan to a budget, or what went wrong."""
+    """The row of a plan to a budget, or what went wrong. A refused one has the peaks of plans
+    written by hand, unless nothing can fit."""
+    ends = time.monotonic() + limit_s
     arguments = [model, kind, "budget", str(share)]
     row = row_of_a_process("benchmarks.memory_zoo.rows", arguments, limit_s)
+    if "refused" in row and row["state_bytes"] <= row["budget_bytes"]:
+        left_s = max(1.0, ends - time.monotonic())
+        peaks = row_of_a_process(BY_HAND, [model, kind], left_s)
+        row["not_by_hand" if "error" in peaks else "by_hand"] = peaks
     return {"model": model, "kind": kind, "share": share, "made": _now(), **versions(), **row}
 
 
@@ -86,6 +94,7 @@ def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:
         options = autopar.ShardingOptions(memory_budget_bytes=budget, host_memory="never")
         method = replace(pipeline or autopar.AutoParallel(), options=options)
         row = {"free_bytes": plan.estimated_peak_bytes, "budget_bytes": budget}
+        row["state_bytes"] = state_bytes(arguments[0], case.num_devices)
         started = time.perf_counter()
         plan = autopar.plan_verified(step, *arguments, cluster=cluster, method=method)
     except autopar.MemoryBudgetError as error:
@@ -104,6 +113,14 @@ def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:
         "replanned": len(found.replanned),
         "seconds": time.perf_counter() - started,
     }
+
+
+def state_bytes(state: Any, num_devices: int) -> float:
+    """Bytes per device of a step's state, divided evenly."""
+    import jax
+
+    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "dtype")]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / num_devices
 
 
 def layouts_digest(plan: Any) -> str:

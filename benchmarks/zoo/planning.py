@@ -33,10 +33,10 @@ def plan_in_a_process(name: str, num_devices: int, method: str, limit_s: float) 
 
 def row_of_a_process(module: str, arguments: list[str], limit_s: float) -> dict[str, Any]:
     """The row that `python -m module` prints last, or what went wrong; after `limit_s` seconds, the
-    process is ended. It keeps and reads no plans."""
+    process is ended, as it is with this one. It keeps and reads no plans."""
     changes = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "AUTOPAR_CACHE_DIR": ""}
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "benchmarks.zoo.ending", str(os.getpid()), module, *arguments],
         cwd=ROOT,
         env={**os.environ, **changes},
         stdout=subprocess.PIPE,

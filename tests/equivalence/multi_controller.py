@@ -22,6 +22,7 @@ import numpy as np
 import autopar
 from autopar import ShardingOptions, ShardParallel
 from autopar.ir.identity import plan_digest
+from autopar.runtime.local import LocalExecutable
 from examples.models import build
 
 NUM_STEPS = 3
@@ -248,12 +249,49 @@ def with_own_plans() -> Any:
 def a_pipeline() -> Any:
     """One of the two stages in each process. `test_multi_controller_pipelines.py` has more."""
     method = autopar.PipeshardParallel(
-        2, layers=autopar.AutoLayers(2), stages=autopar.UniformStages(2)
+        2,
+        layers=autopar.AutoLayers(2),
+        stages=autopar.UniformStages(2),
+        options=ShardingOptions(memory_budget_bytes=1e9),
     )
     batches = [mlp_batch(n) for n in range(NUM_STEPS)]
     step = autopar.parallelize(mlp_step, method=method)
     losses = trained(step, mlp_state(), batches)
-    return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+    found = outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+    return {**found, "limit": step.last_planned.plan.memory_found.limit_bytes}
+
+
+def within_a_budget() -> Any:
+    """The last process alone counts more of the first plan than there is; all give it up."""
+    state = {"a": 0.1 * normal(0, 8, 1024), "b": 0.1 * normal(1, 1024, 4)}
+    batches = [mlp_batch(n, rows=1024) for n in range(NUM_STEPS)]
+    free = autopar.parallelize(mlp_step)
+    free(state, batches[0])
+    predicted = free.last_planned.plan.estimated_peak_bytes
+    budget = 1.2 * max(predicted, free.last_executable.memory_bytes())
+    count, counted = LocalExecutable.mesh_memory_bytes, list[float]()
+
+    def more_at_first(executable: LocalExecutable) -> tuple[float]:
+        (found,) = count(executable)
+        counted.append(found if counted or not is_last() else 2.0 * budget)
+        return (counted[0] if len(counted) < 3 else counted[-1],)  # twice for each plan
+
+    options = ShardingOptions(memory_budget_bytes=budget)
+    step = autopar.parallelize(mlp_step, method=autopar.AutoParallel(options=options))
+    LocalExecutable.mesh_memory_bytes = more_at_first
+    try:
+        losses = trained(step, state, batches)
+    finally:
+        LocalExecutable.mesh_memory_bytes = count
+    found = step.last_planned.plan.memory_found
+    return {
+        **outcome(step, losses, lambda: trained(jax.jit(mlp_step), state, batches)),
+        "limit": found.limit_bytes / budget,
+        "share": found.peak_bytes / budget,
+        "own_shares": [one / budget for one in counted],
+        "replanned": found.replanned,
+        "corrected": step.last_planned.plan.correction is not None,
+    }
 
 
 def gpt_plans() -> Any:
@@ -335,6 +373,11 @@ def last_cannot_trace() -> Any:
 
 def too_small_a_mesh() -> Any:
     autopar.parallelize(mlp_step, method=ShardParallel((2,)))(mlp_state(), mlp_batch())
+
+
+def too_small_a_budget() -> Any:
+    options = ShardingOptions(memory_budget_bytes=1000)
+    autopar.parallelize(mlp_step, method=ShardParallel(options=options))(mlp_state(), mlp_batch())
 
 
 def chosen(devices: Any) -> Any:

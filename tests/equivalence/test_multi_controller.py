@@ -25,6 +25,7 @@ EQUAL = [
     "on_fewer_devices",
     "with_own_plans",
     "a_pipeline",
+    "within_a_budget",
 ]
 
 # scenario -> type and text of the error in process 0, then in the last process.
@@ -84,6 +85,12 @@ ERRORS = {
         "PlanError",
         "mesh (2,) has 2 devices, but the processes have 4 in total",
     ),
+    "too_small_a_budget": (
+        "MemoryBudgetError",
+        "more than the budget of 1000 B",
+        "MemoryBudgetError",
+        "num_micro_batches=2 or more keeps about 1/2",
+    ),
     "unequal_shares": (
         "MeshError",
         "2 of process 0, 1 of process 1",
@@ -132,6 +139,18 @@ def test_meshes_span_all_processes(two):
 def test_processes_of_one_machine_are_one_host(two):
     assert all(own["by_default"]["hosts"] == [1, 4] for own in two)
     assert all(own["on_fewer_devices"]["hosts"] == [1, 2] for own in two)
+
+
+def test_a_plan_that_one_process_counts_over_its_budget_is_made_again_by_all(two):
+    first, last = (own["within_a_budget"] for own in two)
+    assert max(first["own_shares"]) < 1 < last["own_shares"][0]
+    for own in (first, last):
+        assert own["limit"] == 1 and own["share"] < 1 and own["corrected"]
+        assert len(own["replanned"]) == 1 and "by XLA, over the limit of" in own["replanned"][0]
+
+
+def test_a_pipeline_knows_its_limit(two):
+    assert all(own["a_pipeline"]["limit"] == 1e9 for own in two)
 
 
 def test_plans_made_in_each_process_are_one_plan_in_different_files(two):

@@ -277,8 +277,9 @@ def test_saved_by_one_plan_and_restored_by_another(tmp_path: Path) -> None:
 # -- how scans are written
 
 
-def test_written_out_layers_take_about_as_much_memory() -> None:
-    """The update puts a stage's gradients together, which the model counts as a copy of them."""
+def test_scanned_layers_take_no_more_memory_than_written_out_ones() -> None:
+    """The update puts a stage's gradients together, which the model counts as a copy of them. In a
+    loop they wait for the end of their own layer, written out for half of the backward pass."""
     width, num = 64, 8
     params = stacked(num, width=width)
     batch = batch_of(0, width=width)
@@ -296,7 +297,7 @@ def test_written_out_layers_take_about_as_much_memory() -> None:
         state = jax.eval_shape(lambda own=own: state_of(optimizer, own))
         parallel = autopar.parallelize(step_of(optimizer, loss), method=pipeline(2))
         peaks.append(parallel.plan(state, batch).estimated_peak_bytes)
-    assert peaks[1] <= peaks[0] <= 1.1 * peaks[1]
+    assert 0.65 * peaks[1] <= peaks[0] <= 1.1 * peaks[1]
 
 
 @pytest.mark.ci
@@ -455,3 +456,30 @@ def test_models(name: str, num_stages: int) -> None:
     method = pipeline(num_stages)
     parallel = check(example.train_step, state, method, batches=[batch] * 3, rtol=1e-3, atol=1e-3)
     assert splits(parallel.last_executable.plan)
+
+
+def with_new_keys(params: Any, batch: Any, key: Any) -> Any:
+    """A key per layer, made of one of the state."""
+
+    def one(x: Any, own: Any) -> tuple[Any, None]:
+        weights, key = own
+        kept = jax.random.bernoulli(key, 0.9, (WIDTH,))
+        return layer(x, weights)[0] * kept, None
+
+    x, _ = jax.lax.scan(one, batch["x"], (params, jax.random.split(key, NUM_LAYERS)))
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def test_a_plan_from_a_file_splits_keys_as_it_did(tmp_path: Path) -> None:
+    """No argument says how keys that the step makes were split over the stages."""
+
+    def step(state: Any, batch: Any) -> Any:
+        key, own = jax.random.split(state["key"])
+        value, grads = jax.value_and_grad(with_new_keys)(state["params"], batch, own)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "key": key}, value
+
+    state = {"params": stacked(), "key": jax.random.key(3)}
+    plan = check(step, state, pipeline(2)).last_executable.plan
+    plan.save(tmp_path / "plan.json")
+    check(step, state, autopar.ParallelPlan.load(tmp_path / "plan.json"))

@@ -24,6 +24,7 @@ CI = {
     ("memory-bank", "stages"),
     ("balanced-experts", "micro-batches"),
     ("globe", "zero-3"),
+    ("siamese", "micro-batches"),
 }
 
 

@@ -1,7 +1,7 @@
 """Train steps that do more than a loss and an optimizer: name → step, state, batches.
 
 A memory bank in the state, rewards compared within groups, a router whose bias is no parameter, a
-population, a world model with three optimizers, a mesh of a globe rolled out in time.
+population, a world model with three optimizers, a mesh of a globe rolled out in time, two views.
 """
 
 from __future__ import annotations
@@ -308,10 +308,37 @@ def globe() -> Unusual:
     return Unusual(step, (params, tx.init(params)), batch_of)
 
 
+def siamese() -> Unusual:
+    """SimSiam: two noisy views of each row, one after the other through one network, and a
+    predictor of the other view."""
+    tx, width = adam(), 6
+
+    def step(state: Any, x: jax.Array) -> Any:
+        key, new_key = jax.random.split(state["key"])
+        rows = len(x)
+        views = jnp.tile(x, (2, 1)) + 0.1 * jax.random.normal(key, (2 * rows, x.shape[1]))
+
+        def loss(params: Any) -> Any:
+            z = mlp(params["embed"], views)
+            z = z / (jnp.linalg.norm(z, axis=-1, keepdims=True) + 0.1)
+            first, second = jnp.split(z, 2)
+            other = lax.stop_gradient(jnp.concatenate([second, first]))
+            return -jnp.mean(jnp.sum(mlp(params["predict"], z) * other, axis=1)), z
+
+        (value, z), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        params, opt = updated(tx, grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt, "key": new_key}, {"loss": value, "z": z}
+
+    params = {"embed": mlp_init(1, 7, 24, 24, width), "predict": mlp_init(2, width, 11, width)}
+    state = {"params": params, "opt": tx.init(params), "key": jax.random.key(0)}
+    return Unusual(step, state, lambda i: normal(i, 16, 7))
+
+
 STEPS: dict[str, Callable[[], Unusual]] = {
     "memory-bank": memory_bank,
     "groups-of-rewards": groups_of_rewards,
     "balanced-experts": balanced_experts,
     "population": population,
     "globe": globe,
+    "siamese": siamese,
 }

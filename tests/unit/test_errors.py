@@ -123,6 +123,12 @@ def cases(*rows: tuple[Any, ...]) -> Any:
         lambda: plan_with(DataParallel(), args=(STATE, {"x": array(30, 8)})),
     ),
     (
+        "data parallel, no rows",
+        MeshError,
+        ("batch['x']", "batch dimension of 0 has no rows for", "8 devices", "multiple of 8"),
+        lambda: plan_with(DataParallel(), args=(STATE, {"x": array(0, 8)})),
+    ),
+    (
         "data parallel, nothing that the devices divide",
         MeshError,
         ("batch['x']", "batch dimension of 9", "6 devices of Zero3Parallel", "multiple of 6"),

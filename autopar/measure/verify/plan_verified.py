@@ -29,7 +29,13 @@ from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
 from autopar.methods import ParallelMethod, options_of
 from autopar.progress import Progress
-from autopar.sharding.refit import Refit, can_refit, on_devices_only, with_correction
+from autopar.sharding.refit import (
+    Refit,
+    can_refit,
+    first_plan,
+    on_devices_only,
+    with_correction,
+)
 from autopar.tracer.trace import DEFAULT_BATCH, StepOptions
 
 
@@ -112,7 +118,13 @@ def _first_that_fits(
     def verified(plan: ParallelPlan) -> CompiledPlan:
         return CompiledPlan(plan, verify(fn, *args, plan=plan, **settings, **kwargs))
 
-    return fitted_by_xla(compiled(None), compiled)
+    first, misfit = first_plan(compiled)
+    try:
+        return fitted_by_xla(first, compiled)
+    except MemoryBudgetError as error:
+        if misfit is None:
+            raise
+        raise misfit.having_tried({"XLA's count": error.problem}) from error
 
 
 def fitted_by_xla(

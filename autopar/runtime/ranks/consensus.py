@@ -78,6 +78,33 @@ class Consensus:
         """Do `work` in every process. Returns its result if all succeed with equal reports.
         `remedies`: what to do if this entry of the reports differs, in place of the usual advice.
         """
+
+        def compared(reports: Mapping[int, Any]) -> tuple[str, None]:
+            return _differences(self._name, reports, remedies or {}), None
+
+        return self._together(phase, work, limit_s, report, compared)[0]
+
+    def largest(
+        self, phase: str, work: Callable[[], Sequence[float]], limit_s: float
+    ) -> tuple[float, ...]:
+        """Of the numbers that `work` returns in every process, as many in each, the largest ones,
+        place by place."""
+
+        def largest_of(reports: Mapping[int, Any]) -> tuple[str, list[float]]:
+            return "", [max(found) for found in zip(*reports.values(), strict=True)]
+
+        return tuple(self._together(phase, work, limit_s, list, largest_of)[1])
+
+    def _together(
+        self,
+        phase: str,
+        work: Callable[[], Any],
+        limit_s: float,
+        report: Callable[[Any], Any],
+        conclude: Callable[[Mapping[int, Any]], tuple[str, Any]],
+    ) -> tuple[Any, Any]:
+        """The result of `work` in this process, and what process 0 concludes from the reports of
+        all: (why they cannot go on, if they cannot; the conclusion)."""
         result = failure = None
         try:
             result = work()
@@ -86,20 +113,21 @@ class Consensus:
             failure, answer = error, {"failed": _error_text(error)}
         before = len(_written)
         self._write(phase, str(self._me), answer)
-        verdict: str | None = None
+        verdict: Sequence[Any] | None = None
         if self._me == 0:
-            verdict = self._judge(phase, answer, limit_s, remedies or {})
+            verdict = self._judge(phase, answer, limit_s, conclude)
             self._write(phase, "verdict", verdict)
         if failure is not None:
             raise failure
         if self._me != 0:
             verdict = self._read(phase, "verdict", time.monotonic() + limit_s + _SLACK_S)
-            if verdict is None:
-                raise PlanError(self._silence(0, phase, limit_s))
-        if verdict:
-            raise PlanError(verdict)
+        if verdict is None:
+            raise PlanError(self._silence(0, phase, limit_s))
+        problem, conclusion = verdict
+        if problem:
+            raise PlanError(problem)
         _delete_first(before)
-        return result
+        return result, conclusion
 
     def from_first(self, phase: str, work: Callable[[], str], limit_s: float) -> str:
         """The result of `work` in process 0, which alone does it."""
@@ -119,24 +147,29 @@ class Consensus:
         return answer["text"]
 
     def _judge(
-        self, phase: str, first: _Answer, limit_s: float, remedies: Mapping[str, str]
-    ) -> str:
-        """Why the processes cannot go on; empty if they can. `first`: the answer of process 0."""
+        self,
+        phase: str,
+        first: _Answer,
+        limit_s: float,
+        conclude: Callable[[Mapping[int, Any]], tuple[str, Any]],
+    ) -> tuple[str, Any]:
+        """(why the processes cannot go on, empty if they can; what follows from their reports).
+        `first`: the answer of process 0."""
         if "failed" in first:
-            return f"{self._name}: process 0 failed ({phase}): {first['failed']}"
+            return f"{self._name}: process 0 failed ({phase}): {first['failed']}", None
         deadline = time.monotonic() + limit_s
         answers = {0: first}
         for process in range(1, self._count):
             answer = self._read(phase, str(process), deadline)
             if answer is None:
-                return self._silence(process, phase, limit_s)
+                return self._silence(process, phase, limit_s), None
             answers[process] = answer
         failed = {p: a["failed"] for p, a in answers.items() if "failed" in a}
         if failed:
             texts = [f"{processes_text(who)}: {text}" for text, who in _grouped(failed).items()]
-            return f"{self._name}: not every process could take part ({phase}). " + "; ".join(texts)
-        reports = {p: a["report"] for p, a in answers.items()}
-        return _differences(self._name, reports, remedies)
+            why = f"{self._name}: not every process could take part ({phase}). "
+            return why + "; ".join(texts), None
+        return conclude({p: a["report"] for p, a in answers.items()})
 
     def _silence(self, process: int, phase: str, limit_s: float) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from benchmarks.memory_zoo import __main__ as main
 from benchmarks.memory_zoo.__main__ import Limits, in_order, rows_in_time, take_row
+from benchmarks.memory_zoo.by_hand import plans_by_hand
 from benchmarks.memory_zoo.cases import (
     BUDGET_SHARES,
     DEVELOPMENT,
@@ -20,7 +23,7 @@ from benchmarks.memory_zoo.cases import (
     case_of,
 )
 from benchmarks.memory_zoo.page import page, ratio, when_made
-from benchmarks.memory_zoo.rows import layouts_digest
+from benchmarks.memory_zoo.rows import layouts_digest, state_bytes
 
 
 def row(model: str, held_out: bool, predicted: list[float], xla: list[float]) -> dict:
@@ -52,6 +55,10 @@ def test_the_page_counts_and_names_the_worst() -> None:
     assert "- e, mesh: 150.00 of 100.00 GiB, 1.50" in text and "| e |" not in text
     assert "- d, mesh: PlanningError: no \\| plan" in text
     assert ratio(rows[1]) == pytest.approx(0.8)
+    assert "Without a row" not in text
+    assert "Without a row, new or with other layouts than before: f (one), g (mesh).\n" in page(
+        rows, missing=["f (one)", "g (mesh)"]
+    )
 
 
 def test_every_case_is_one_of_a_kind() -> None:
@@ -146,7 +153,8 @@ def test_the_page_marks_rows_of_the_former_products_and_shows_budgets() -> None:
         {"model": "a", "kind": "one", "share": 0.8, "error": "PlanningError: no plan"},
     ]  # fmt: skip
     text = page([new], budgets)
-    assert "3 plans to a budget: 1 within, 0 over, 1 refused, 1 failed." in text
+    assert "3 plans to a budget: 1 within, 0 over, " in text
+    assert "1 refused and not compared, 1 failed." in text
     assert "Compiled: 3 on an unknown day." in text
     assert "| a | one | 0.6 | 2.00 | 1.50 | 1.75 | within, planned 2 times |" in text
     assert "| a | one | 0.7 | 2.00 | – | – | refused |" in text
@@ -159,3 +167,70 @@ def test_the_page_says_when_rows_were_made() -> None:
     said = "Compiled: 2 on 2026-11-19 by JAX 0.12.0, 1 on 2026-11-18 by JAX 0.11.2."
     assert when_made([*rows, rows[1]]) == said
     assert f"- {said}" in page([*rows, rows[1]])
+
+
+def test_refusals_are_judged_by_the_state_and_by_plans_written_by_hand() -> None:
+    gib = 2.0**30
+    about = {"model": "a", "kind": "one", "budget_bytes": 2 * gib, "refused": "nothing fits"}
+    by_hand = {"jax.jit": 4.0 * gib, "all layers recomputed": 3.0 * gib}
+    rows = [
+        {**about, "share": 0.6, "state_bytes": 2.5 * gib},
+        {**about, "share": 0.7, "state_bytes": gib, "by_hand": by_hand},
+        {**about, "share": 0.8, "state_bytes": gib, "by_hand": {**by_hand, "jax.jit": 1.9 * gib}},
+        {**about, "share": 0.9, "state_bytes": gib, "not_by_hand": {"error": "too long"}},
+    ]
+    text = page([row("a", False, [1.0], [1.0])], rows)
+    assert (
+        "4 plans to a budget: 0 within, 0 over, 2 refused where nothing fits, 1 refused although a "
+        "plan written by hand fits, 1 refused and not compared." in text
+    )
+    assert "| refused: the state alone takes 2.50 GiB |" in text
+    assert "| refused; the smallest by hand: all layers recomputed, 3.00 GiB |" in text
+    assert "| refused; although this fits: jax.jit, 1.90 GiB |" in text
+
+
+def test_plans_by_hand_are_of_the_kind_that_was_refused() -> None:
+    def plans(model: str, kind: str) -> list[str]:
+        return [what for what, _ in plans_by_hand(case_of(model, kind))]
+
+    assert plans("llama", "one") == [
+        "jax.jit",
+        "jax.jit, jax.checkpoint around each layer",
+        "all layers recomputed",
+        "all layers recomputed, 2 micro-batches",
+    ]
+    assert plans("vit", "stages") == ["all layers recomputed, 4 micro-batches"]
+    assert plans("t5", "mesh") == [
+        "all layers recomputed",
+        "all layers recomputed, 32 micro-batches",
+    ]
+
+
+def test_the_state_of_a_step_is_counted_in_bytes() -> None:
+    state = {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16), "n": jnp.zeros(()), "name": "a"}
+    assert state_bytes(state, 4) == (4 * 8 * 2 + 4) / 4
+
+
+def test_budgets_are_made_anew_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple] = []
+
+    def in_a_process(model: str, kind: str, share: float, limit_s: float) -> dict[str, Any]:
+        made.append((model, kind, share))
+        about = {"model": model, "kind": kind, "share": share, "made": f"{len(made):03}"}
+        return {**about, "within": True}
+
+    monkeypatch.setattr(main, "budget_in_a_process", in_a_process)
+    path = tmp_path / "budgets.json"
+
+    def run(anew: bool) -> list[tuple]:
+        made.clear()
+        main.run_budgets(path, Limits(1e6, 1e6, 1), lambda case: case.model == "vit", anew)
+        return list(made)
+
+    of_vit = [(c.model, c.kind, share) for c, share in budget_cases() if c.model == "vit"]
+    assert run(False) == of_vit and run(False) == [] and sorted(run(True)) == sorted(of_vit)
+    rows = main.read_budgets(path)
+    assert [(row["model"], row["kind"], row["share"]) for row in rows] == of_vit
+    assert f"{len(of_vit)} plans to a budget: {len(of_vit)} within" in capsys.readouterr().out

@@ -17,6 +17,7 @@ import pytest
 from autopar._requirements import CACHE, INTERNALS, REQUIRED, STEPS
 from autopar.cli import doctor
 from autopar.cli.doctor import ProbeOutcome, Problem, examine, run_probe
+from autopar.runtime.ranks import shared_gpu
 from tests.unit.runtime.ranks.test_launch import is_running, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -222,7 +223,8 @@ def test_a_gpu_without_a_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, extra: str
 ) -> None:
     with_driver(tmp_path, *[f"NVIDIA H200, 143771 MiB, {driver}"] * 2)
-    without_packages(monkeypatch, "ray")
+    without_packages(monkeypatch, "ray", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    monkeypatch.setattr(shared_gpu, "_installed_nccl", lambda: None)
     (section,) = [s for s in examine(WELL.__getitem__) if s.title == "CUDA"]
     assert section.facts["GPUs"] == f"2 × NVIDIA H200, 143771 MiB; driver {driver}"
     assert "need NCCL 2.30 or newer" in section.facts["ranks on one GPU"]

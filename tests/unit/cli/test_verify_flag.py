@@ -29,6 +29,22 @@ def test_the_exit_status_says_whether_it_fits(
     assert said in out
 
 
+@pytest.mark.parametrize(("num_bytes", "fits"), [(60_000, True), (80_000, False)])
+def test_a_step_that_is_predicted_not_to_fit_by_a_little_is_left_to_xla(
+    capsys, monkeypatch: pytest.MonkeyPatch, num_bytes: int, fits: bool
+) -> None:
+    """The smallest plan is predicted at 68 KiB."""
+    figures = ProgramCosts(0, 0, num_bytes, 0, (), 0.0, 0.1)
+    monkeypatch.setattr(verify_plan, "compile_all", lambda jobs, *_: [figures for _ in jobs])
+    monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
+    assert main([*PLAN[:-1], "--budget", "66KB"]) == 1
+    assert "more than the budget of" in capsys.readouterr().err
+    assert main([*PLAN, "--budget", "66KB"]) == (0 if fits else 1)
+    told = capsys.readouterr()
+    assert ("h100-80gb" in told.out) == fits
+    assert fits or "XLA's count: train_step: no plan fits" in told.err
+
+
 def test_a_missing_compiler_is_told_before_anything_is_planned(
     capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,3 +72,32 @@ def test_work_is_divided_where_compute_is_priced_and_links_are_free() -> None:
     pinned = solve_graph(graph, dear, pins=inputs)
     assert pinned.strategies[product].parallelism == 1
     assert pinned.objective < 1
+
+
+@pytest.mark.parametrize("profile", [None, "h200"], ids=["data sheet", "measured"])
+def test_products_that_are_not_rounded_take_longer(profile: str | None) -> None:
+    import autopar
+
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    half = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    cluster = autopar.ClusterSpec(1, 1, "h200-sxm", profile=profile)
+
+    def seconds(precision: str | None, given: jax.ShapeDtypeStruct = x) -> float:
+        def step(x: jax.Array) -> jax.Array:
+            return jnp.dot(x, x, precision=precision)
+
+        method = autopar.ShardParallel((1,))
+        return autopar.plan(step, given, cluster=cluster, method=method).estimated_step_s
+
+    spec = DEVICES["h200-sxm"]
+    exact_s = 2 * 4096**3 / (spec.flops_32bit_exact * spec.efficiency)
+    assert seconds("highest") == pytest.approx(exact_s, rel=0.02)
+    assert seconds("highest") > 4 * seconds("high")
+    assert seconds("high") == seconds(None)
+    assert seconds("highest", half) == seconds(None, half), "16 bits are never rounded"
+
+
+def test_data_sheets_say_what_exact_products_reach() -> None:
+    assert DEVICES["a100-sxm"].flops_32bit_exact == pytest.approx(19.5e12)
+    assert DEVICES["v100"].flops_32bit_exact == pytest.approx(15.7e12)
+    assert DEVICES["cpu"].flops_32bit_exact == DEVICES["cpu"].flops_32bit

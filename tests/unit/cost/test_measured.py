@@ -9,11 +9,18 @@ import pytest
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
 from autopar.cost.curves import Curve, RateTable
-from autopar.cost.measured import LOOP_KERNEL_S, USUAL_KERNEL_S, MeasuredCosts, min_work_s
+from autopar.cost.measured import (
+    LOOP_KERNEL_S,
+    SUSTAINED_32BIT,
+    USUAL_KERNEL_S,
+    MeasuredCosts,
+    measured_costs,
+    min_work_s,
+)
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.profile import COLLECTIVES, load_profile
+from autopar.ir.profile import COLLECTIVES, find_profile, load_profile
 from examples.models import build
 from tests.machine_profiles import (
     BANDWIDTH,
@@ -277,3 +284,10 @@ def test_names_and_paths(tmp_path) -> None:
     assert cluster.device == "h200-sxm" and cluster.measured == PROFILE
     assert cluster.spec.memory_bytes == 100e9
     assert ClusterSpec(1, 8, memory_bytes=5e9, profile=PROFILE).spec.memory_bytes == 5e9
+
+
+def test_long_steps_of_32_bit_products_run_at_a_lower_clock() -> None:
+    profile = find_profile("h200")
+    (sample,) = [p for p in profile.products if p.dtype == "float32" and p.flops == 2 * 8192.0**3]
+    took_s = measured_costs(profile).product_s("float32", 1, 8192, 8192, 8192)
+    assert took_s == pytest.approx((1 + SUSTAINED_32BIT) * sample.time.seconds, rel=0.02)

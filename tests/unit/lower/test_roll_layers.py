@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.pipeline import PER_MICRO_BATCH, Phase
-from autopar.lower.roll_layers import MIN_LAYERS, roll_layers
+from autopar.lower.roll_layers import roll_layers
 from autopar.lower.stage_bodies import LayerLoop, StagePrograms
 from autopar.lower.stage_programs import cut_into_stage_programs
 from autopar.rewrite.attach_layers import attach_layers, loop_batch
@@ -17,6 +17,7 @@ from autopar.rewrite.layers import find_layers
 from autopar.rewrite.stage_slices import slice_step
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import unsharded
+from autopar.tracer.layer_runs import MIN_LAYERS
 from autopar.tracer.trace import StepOptions
 
 WIDTH, ROWS, MICRO_BATCHES = 4, 8, 2

@@ -10,10 +10,10 @@ from autopar.measure.judge_kernels import (
     EXTRA_DEPTH,
     GROUPED,
     HELD_LOAD,
+    IN_LANES,
     LAUNCH_S,
     LEAST_EXTRA,
     LIBRARY_32BIT,
-    LOAD_IN_BRANCH,
     MEMORY,
     PRODUCT_S,
     ROWS_S,
@@ -28,6 +28,7 @@ from autopar.measure.judge_kernels import (
     VECTOR_SHARE,
     seconds,
 )
+from autopar.measure.judge_lanes import ACCESS, COMPARISON, LOAD_IN_BRANCH, WHOLE_NUMBERS
 from autopar.measure.judge_tiles import (
     CONVOLUTION_DEPTH,
     FILTER_GRADIENT,
@@ -290,7 +291,15 @@ def test_a_depthwise_convolution_runs_on_lanes() -> None:
     kernel = "bf16[128,3,3,1]{3,2,1,0}"
     found = convolution("Forward", IMAGES, kernel, IMAGES, ", feature_group_count=128")
     assert found.flops == 2 * 16 * 32 * 32 * 128 * 9
-    assert found.products_s == 0 and found.lane_ops == found.flops / 2 / GROUPED
+    assert found.products_s == 0 and found.lane_ops == found.flops / 2 / GROUPED[2]
+
+
+def test_very_few_channels_run_on_lanes() -> None:
+    images = "f32[64,64,64,1]{3,2,1,0}"
+    found = convolution("Forward", images, "f32[1,3,3,1]{3,2,1,0}", images)
+    assert found.products_s == 0
+    assert found.lane_ops == pytest.approx(IN_LANES * found.flops / 2)
+    assert convolution("Forward", IMAGES, "bf16[128,3,3,128]{3,2,1,0}", IMAGES).lane_ops == 0
 
 
 # Arithmetic
@@ -307,13 +316,13 @@ def test_functions_take_more_than_sums() -> None:
 
 
 def test_a_value_is_computed_again_wherever_it_is_broadcast_to() -> None:
-    inner = """%a = f32[10]{0} parameter(0)
-        %e = f32[10]{0} tanh(%a)
-        %b = f32[50,10]{1,0} broadcast(%e), dimensions={1}
-        ROOT %n = f32[50,10]{1,0} negate(%b)"""
-    once = "%a = f32[10]{0} parameter(0)\nROOT %e = f32[10]{0} tanh(%a)"
-    many = fusion(inner, "f32[50,10]{1,0}", "f32[10]{0}").lane_ops
-    assert many - 500 == pytest.approx(50 * fusion(once, "f32[10]{0}", "f32[10]{0}").lane_ops)
+    inner = """%a = f32[12]{0} parameter(0)
+        %e = f32[12]{0} tanh(%a)
+        %b = f32[50,12]{1,0} broadcast(%e), dimensions={1}
+        ROOT %n = f32[50,12]{1,0} negate(%b)"""
+    once = "%a = f32[12]{0} parameter(0)\nROOT %e = f32[12]{0} tanh(%a)"
+    many = fusion(inner, "f32[50,12]{1,0}", "f32[12]{0}").lane_ops
+    assert many - 600 == pytest.approx(50 * fusion(once, "f32[12]{0}", "f32[12]{0}").lane_ops)
 
 
 def test_users_at_one_index_share_a_value() -> None:
@@ -372,7 +381,50 @@ def test_a_rotation_is_one_instruction() -> None:
             ROOT %o = {array} or(%l, %r)"""
         return fusion(inner, array, array, array, array).lane_ops
 
-    assert lane_ops("%b") - lane_ops("%a") == 2 * 1024 + 1024  # and another load
+    shifts = WHOLE_NUMBERS * 2 * 1024
+    assert lane_ops("%b") - lane_ops("%a") == pytest.approx(shifts + 1024)  # and another load
+
+
+def test_sizes_that_are_no_multiple_of_four_take_more_accesses() -> None:
+    def of(size: int, kind: str = "kLoop") -> float:
+        array = f"f32[{size}]{{0}}"
+        inner = f"%a = {array} parameter(0)\nROOT %n = {array} negate(%a)"
+        return fusion(inner, array, array, kind=kind).lane_ops
+
+    assert of(1004) == 2 * 1004
+    assert of(1001) == pytest.approx(2 * 1001 + 2 * 1001 * ACCESS)
+    assert of(1002) == pytest.approx(2 * 1002 + 2 * 1002 * ACCESS / 2)
+    assert of(1001, "kInput") == 2 * 1001
+
+
+def test_a_sort_compares_in_a_network() -> None:
+    def of(length: int) -> float:
+        array = f"f32[8,{length}]{{1,0}}"
+        text = f"ROOT %s = {array} sort(%p), dimensions={{1}}, to_apply=%largest"
+        return work(f"%p = {array} parameter(0)\n{text}").lane_ops
+
+    assert of(512) == pytest.approx(8 * 512 * 45 / 2 * COMPARISON)
+    assert of(300) == pytest.approx(of(512))
+    assert of(1) == 0
+
+
+def test_exact_products_run_on_lanes() -> None:
+    def of(precision: str) -> float:
+        text = f"""%p = f32[1024,1024]{{1,0}} parameter(0)
+        ROOT %d = f32[1024,1024]{{1,0}} dot(%p, %p), lhs_contracting_dims={{1}},
+            rhs_contracting_dims={{0}}{precision}"""
+        return work(text.replace("},\n", "}, ").replace("            rhs", "rhs")).products_s
+
+    exact = of(", operand_precision={highest,highest}")
+    rounded = TRITON_32BIT * DEVICE.flops_32bit
+    assert exact == pytest.approx(of("") * rounded / (2 * VECTOR * DEVICE.flops_16bit))
+
+
+def test_other_calls_of_that_library_are_no_products() -> None:
+    array = "f32[64,32,32]{2,1,0}"
+    call = 'custom-call(%p, %p), custom_call_target="__cublas$triangularSolve"'
+    found = work(f"%p = {array} parameter(0)\nROOT %s = {array} {call}")
+    assert found.flops == 0 and found.products_s == 0
 
 
 # Seconds

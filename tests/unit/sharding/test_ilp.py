@@ -131,6 +131,19 @@ def test_where_nothing_is_found_the_error_does_not_say_that_nothing_is_there(mon
         solve_ilp(problem, time_limit_s=0.5)
 
 
+def test_where_nothing_is_below_a_cutoff_what_is_allowed_is_found(monkeypatch) -> None:
+    """Of three nodes that had better differ two are alike, though by halves all differ: so the
+    relaxation is at the cutoff. Local search is as unlucky as it can be."""
+    costs = {u: np.array([0.0, 0.0, FORBIDDEN]) for u in range(3)}
+    problem = PairwiseProblem(costs, {u: {} for u in range(3)})
+    for u, v in combinations(range(3), 2):
+        problem.add_edge(u, v, np.eye(3))
+    unlucky = Descent(dict.fromkeys(range(3), 2), 0.0)
+    monkeypatch.setattr(ilp, "descend", lambda *_: unlucky)
+    result = solve_ilp(problem, cutoff=0.0)
+    assert result.objective == problem.objective(result.choice) == 1.0
+
+
 def test_local_search_takes_nothing_that_is_forbidden() -> None:
     """What is cheapest by itself may be forbidden beside what a neighbour takes."""
     problem = PairwiseProblem({u: np.array([0.0, 1.0]) for u in range(6)})

@@ -277,6 +277,77 @@ def test_a_step_that_is_far_too_large_is_not_compiled() -> None:
     assert near is not None and 0.85 < near.kept < 100 / 110
 
 
+def test_what_is_hoped_for_leaves_the_arguments_as_they_are() -> None:
+    error = autopar.MemoryBudgetError("too large", 110.0, 100.0, argument_bytes=80.0)
+    hope = refit.hopeful(error, MemoryCorrection(1.5, 3.0))
+    assert hope is not None and 80 + 30 * hope.kept / 1.5 < 100 < 80 + 31 * hope.kept / 1.5
+    assert hope.recomputed == 2 * hope.kept
+    assert refit.hopeful(error.having_tried({"host memory": "never"})) == refit.hopeful(error)
+    state_alone = autopar.MemoryBudgetError("too large", 110.0, 100.0, argument_bytes=100.0)
+    assert refit.hopeful(state_alone) is None
+
+
+def test_the_error_of_a_step_that_does_not_fit_knows_its_arguments() -> None:
+    held = refit.argument_bytes(autopar.plan(train_step, BLOCKS, BATCH, cluster=ONE))
+    with pytest.raises(autopar.MemoryBudgetError) as caught:
+        autopar.plan(train_step, BLOCKS, BATCH, cluster=ONE, method=with_budget(1.01 * held))
+    assert caught.value.argument_bytes == held < caught.value.peak_bytes
+
+
+def too_large(peak_bytes: float, plan: autopar.ParallelPlan) -> autopar.MemoryBudgetError:
+    held = refit.argument_bytes(plan)
+    return autopar.MemoryBudgetError(
+        "no sharding fits", peak_bytes, plan.memory_budget_bytes, argument_bytes=held
+    )
+
+
+@pytest.mark.parametrize("smallest", [0.99, 1.01])
+def test_a_smaller_plan_is_compiled_although_a_larger_one_taught_that_it_does_not_fit(
+    smallest: float,
+) -> None:
+    """The smallest plan is predicted over the limit, but below what XLA counted of the first. No
+    plan is left where that one was the smallest itself."""
+    first = autopar.plan(train_step, BLOCKS, BATCH, cluster=ONE)
+    limit = first.estimated_peak_bytes
+    first = replace(first, memory_budget_bytes=limit)
+    counted = {"first": 1.1 * limit, "smallest": 0.98 * limit}
+    asked: list[MemoryCorrection] = []
+
+    def plan_again(correction: MemoryCorrection) -> str:
+        asked.append(correction)
+        if len(asked) == 1:
+            raise too_large(smallest * counted["first"], first)
+        return "smallest"
+
+    loop = refit.Refit[str](plan_again, lambda one: [counted[one]], lambda _: first, limit)
+    if smallest > 1:
+        with pytest.raises(autopar.MemoryBudgetError, match="no plan fits by XLA's count"):
+            loop.fitted("first")
+        assert len(asked) == 1
+        return
+    fitted, found = loop.fitted("first")
+    assert fitted == "smallest" and found.peak_bytes == counted["smallest"]
+    assert len(found.replanned) == 1 and asked[1].kept < asked[0].kept
+
+
+def test_a_first_plan_that_is_predicted_not_to_fit_is_left_to_xla() -> None:
+    plan = autopar.plan(train_step, BLOCKS, BATCH, cluster=ONE)
+    error = too_large(1.2 * plan.estimated_peak_bytes, plan)
+    error.budget_bytes = plan.estimated_peak_bytes
+
+    def planned(correction: MemoryCorrection | None) -> float:
+        if correction is None:
+            raise error
+        return correction.kept
+
+    factor, misfit = refit.first_plan(planned)
+    assert factor < 1 and misfit is error
+    assert refit.first_plan(lambda _: 1.0) == (1.0, None)
+    error.budget_bytes = 0.5 * error.peak_bytes
+    with pytest.raises(autopar.MemoryBudgetError, match="no sharding fits"):
+        refit.first_plan(planned)
+
+
 @pytest.mark.parametrize(
     ("given", "platform", "limit"),
     [(None, "gpu", 72e9), (None, "cpu", None), (5e9, "cpu", 5e9), (5e9, "gpu", 5e9)],

@@ -70,7 +70,9 @@ def test_a_step_that_takes_the_whole_batch_alone_is_left_whole() -> None:
             raise ValueError("needs 8192 rows")
         return jnp.sum(forward(weights, batch["x"])) + zero_by_factors(batch["x"])
 
-    assert "cannot be called with a micro-batch: needs 8192 rows" in notes_of(picky)
+    notes = notes_of(picky)
+    assert "traces it with 1024 of the batch's 8192 rows, and it fails at" in notes
+    assert notes.endswith("ValueError: needs 8192 rows.")
 
 
 def test_a_batch_is_not_cut_where_that_would_change_results() -> None:

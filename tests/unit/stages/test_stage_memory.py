@@ -13,6 +13,8 @@ from autopar.ir.graph import Graph, Life
 from autopar.rewrite.stage_slices import StageSlice, slice_step
 from autopar.stages.stage_memory import KnownInFlight, in_flight_of, with_in_flight
 from autopar.tracer.build import build_graph
+from autopar.tracer.dataflow import Dataflow
+from autopar.tracer.regions import FORWARD
 from tests.unit.stages.test_layer_tables import case
 
 WIDTH, ROWS = 64, 32
@@ -69,6 +71,25 @@ def test_a_gradient_that_arrives_is_there_for_one_micro_batch() -> None:
     assert [x.count for x in lives_of(graph, "scan_slice", arrival)] == [1]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_slices_of_the_batch_are_cut_before_the_first_micro_batch(count: int) -> None:
+    """A product's gradient reads its operand again; targets that only the forward pass reads are
+    there as long as their micro-batch has not begun."""
+    stage = stages(biased, jnp.float32)[0]
+    (batch,) = stage.batch_slices()
+    assert batch in stage.residual_values()
+    graph = with_in_flight(build_graph(stage.step), stage, count)
+    assert [life.count for life in lives_of(graph, "scan_slice", batch)] == [4]
+
+    scaled = stages(lambda layer, x: jnp.sin(x) * jnp.sum(layer[0]), jnp.float32)[0]
+    (batch,) = scaled.batch_slices()
+    graph = with_in_flight(build_graph(scaled.step), scaled, count)
+    assert batch not in scaled.residual_values()
+    lives = lives_of(graph, "scan_slice", batch)
+    assert [life.count for life in lives] == [4 - count + 1, 4 - count]
+    assert lives[0].end < lives[1].start
+
+
 def test_a_residual_is_there_while_either_program_runs() -> None:
     stage = stages(biased, jnp.float32)[1]
     graph = with_in_flight(build_graph(stage.step), stage, 1)
@@ -113,6 +134,23 @@ def test_residuals_of_odd_sizes_are_copied_with_zeros(rows: int, num_copies: int
     assert bool(padded) == bool(num_copies)
 
 
+def test_what_is_made_of_an_arriving_gradient_is_not_recomputed() -> None:
+    """A layer that is computed again waits for the gradient, behind the same barrier."""
+    stage = stages(jax.checkpoint(biased), jnp.float32)[0]
+    made_of_it = {arrival for arrival, _ in stage.arrivals}
+    graph = build_graph(stage.step)
+    flow = Dataflow(graph.nodes, graph.values)
+    again = {graph.nodes[i].name for i in flow.recomputed}
+    assert {"dot_general", "cos"} <= again
+    assert len([i for i in flow.recomputed if graph.nodes[i].name == "dot_general"]) == 1
+    found = set[int]()
+    for index, node in enumerate(graph.nodes):
+        if node.region == "backward" and not made_of_it.isdisjoint(node.operands):
+            made_of_it.update(node.results)
+            found.add(index)
+    assert found and found.isdisjoint(flow.recomputed)
+
+
 def test_a_stage_that_is_asked_for_again_has_one_graph() -> None:
     stage, other = stages(biased, jnp.float32)
     graph, known = build_graph(stage.step), KnownInFlight()
@@ -125,3 +163,20 @@ def test_a_stage_that_is_asked_for_again_has_one_graph() -> None:
     ):
         assert again is not first
     assert known.of(build_graph(other.step), other, 2) is not first
+
+
+def test_copies_end_with_their_program() -> None:
+    """A weight that a layer gathers is gathered again in the backward program; one that only the
+    forward program reads is not there later."""
+    stage = stages(biased, jnp.float32)[1]
+    plain = build_graph(stage.step)
+    graph = with_in_flight(plain, stage, 1)
+    equations, producer, lives = stage.body.equations, graph.producer, graph.liveness
+    made = {producer[v][0] for i in stage.forward for v in equations[i].results}
+    end = max(lives.times[i] for i in made if graph.nodes[i].region == FORWARD)
+    own = [i for i in made if graph.nodes[i].region == FORWARD]
+    assert any(plain.liveness.node_ends[i] > end for i in own), "else there is nothing to cut"
+    assert all(lives.node_ends[i] <= end for i in own)
+    assert lives.again
+    assert all(start > end and until >= start for _, start, until in lives.again)
+    assert {node for node, _, _ in lives.again} <= set(own)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.errors import TraceError
 from autopar.tracer.trace_step import trace_step
 
 D = 8
@@ -151,10 +152,11 @@ def test_the_plan_and_the_error_name_the_batch() -> None:
     method = autopar.ShardParallel((4,), num_micro_batches=2)
     plan = autopar.parallelize(step, method=method).plan(*args)
     assert "  batch     x, y\n" in plan.explain(detail="full")
-    with pytest.raises(TypeError, match="incompatible shapes") as raised:
+    with pytest.raises(TraceError, match="incompatible shapes") as raised:
         autopar.parallelize(step, method=method, batch_argnums=1).plan(*args)
-    (note,) = [n for n in raised.value.__notes__ if n.startswith("autopar")]
-    assert "8 of the batch's 16 rows" in note and "The batch is x;" in note
+    text = str(raised.value)
+    assert "8 of the batch's 16 rows" in text and "The batch is x;" in text
+    assert "test_batch_arguments.py" in text and isinstance(raised.value.__cause__, TypeError)
 
 
 def test_positions_are_taken_as_they_are() -> None:

@@ -108,15 +108,72 @@ def test_rows_of_odd_length_in_16_bits_are_loaded_one_by_one() -> None:
     assert moved_by(255) == pytest.approx(2 * moved_by(256), rel=0.05)
 
 
-def test_a_product_without_a_batch_writes_its_result_in_either_order() -> None:
+def test_a_product_writes_its_matrices_in_either_order() -> None:
     def stream(graph: Graph) -> str:
         return node(graph, "sin").traffic.stream  # type: ignore[union-attr]
 
     assert stream(graph_of(lambda x, w: jnp.sin((x @ w).T), X, W)) == "elementwise"
     assert stream(graph_of(lambda x: jnp.sin(jnp.sort(x).T), X)) == "transpose"
     many = np.zeros((4, 256, 256), np.float32)
-    batched = graph_of(lambda x: jnp.sin(jnp.einsum("bij,bjk->bik", x, x).swapaxes(1, 2)), many)
-    assert stream(batched) == "transpose"
+
+    def batched(*order: int) -> Graph:
+        product = "bij,bjk->bik"
+        return graph_of(lambda x: jnp.sin(jnp.einsum(product, x, x).transpose(order)), many)
+
+    assert stream(batched(0, 2, 1)) == "elementwise"
+    assert stream(batched(1, 2, 0)) == "transpose", "the batch has to come first"
+
+
+def test_products_of_vectors_are_sums() -> None:
+    vector = np.zeros((64, 256), np.float32)
+    matrix = np.zeros((64, 256, 256), np.float32)
+    graph = graph_of(lambda x, w: jnp.einsum("bi,bij->bj", x, w), vector, matrix)
+    product = node(graph, "dot_general")
+    assert product.work is None
+    assert moved(graph) == matrix.nbytes + 2 * vector.nbytes
+    outer = graph_of(lambda x, y: jnp.sin(jnp.einsum("bi,bj->bij", x, y)), vector, vector)
+    assert node(outer, "dot_general").work is None
+    large = np.zeros((4096, 4096), np.float32)
+    assert node(graph_of(lambda x, w: x @ w, large[0], large), "dot_general").work is not None
+
+
+def test_a_slice_that_several_kernels_read_is_copied() -> None:
+    def fn(x, w, *, twice: bool):
+        def trip(carry, row):
+            carry = jnp.tanh(carry @ w) + row
+            return (carry @ w) * row if twice else carry, None
+
+        return jax.lax.scan(trip, x[0], x)[0]
+
+    rows = np.zeros((8, 64, 1024), np.float32)
+
+    def copied(twice: bool) -> bool:
+        graph = graph_of(lambda x, w: fn(x, w, twice=twice), rows, W)
+        return node(graph, "scan_slice").traffic is not None
+
+    assert copied(True) and not copied(False)
+
+
+def test_sums_of_16_bits_take_as_long_as_their_updates() -> None:
+    def written(dtype, num_targets: int) -> float:
+        rows = np.zeros((4096, 256), dtype)
+        index = np.zeros(4096, np.int32)
+        graph = graph_of(lambda x, i: jax.ops.segment_sum(x, i, num_targets), rows, index)
+        return node(graph, "scatter-add").traffic.num_bytes[-1]  # type: ignore[union-attr]
+
+    assert written(jnp.bfloat16, 16) == written(jnp.bfloat16, 4096) == 4096 * 256 * 2
+    assert written(np.float32, 16) == 16 * 256 * 4
+
+
+def test_what_is_stacked_is_made_there() -> None:
+    graph = graph_of(lambda x: jnp.concatenate([jnp.sin(x), jnp.cos(x)], 1), X)
+    assert num_kernels(graph) == 1
+    assert moved(graph) <= 4 * X.nbytes
+
+
+def test_sorted_rows_take_longer_than_their_traffic() -> None:
+    graph = graph_of(lambda x: jnp.sort(x, -1), X)
+    assert node(graph, "sort").traffic.exposed > 10 * X.nbytes  # type: ignore[union-attr]
 
 
 def test_a_sum_over_rows_joins_the_kernel_that_makes_them() -> None:

@@ -81,6 +81,12 @@ def test_each_gets_its_own_result_where_all_tell_the_same(store, monkeypatch):
     assert found == [0, 1, 2, 3]
 
 
+def test_the_largest_numbers_are_those_of_all(store, monkeypatch):
+    own = [(1.0, 8.0), (3.0, 2.0), (2.0, 2.0)]
+    found = run(monkeypatch, 3, lambda i, agreement: agreement.largest("x", lambda: own[i], SOON_S))
+    assert found == [(3.0, 8.0)] * 3
+
+
 def test_differences_are_named_in_all_and_equal_ones_once(store, monkeypatch):
     told = [{"JAX": "1", "x": "f[8]"}, {"JAX": "1", "x": "f[4]"}, {"JAX": "1", "x": "f[4]"}, {}]
     found = run(monkeypatch, 4, lambda i, agreement: agreement.agree("x", lambda: told[i], SOON_S))

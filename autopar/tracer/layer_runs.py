@@ -31,6 +31,8 @@ from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.ir.program_sharding import Chain, EquationSharding
 from autopar.ir.spec import PARTIAL
 
+MIN_LAYERS = 4  # fewer are compiled soon, and run a little faster written out
+
 Place = tuple[int, int]  # of a value in a layer: (equation of the layer, result)
 Key = tuple[str, str]  # of layers that may be equal: (scope around them, name without number)
 
@@ -108,14 +110,21 @@ def numbered_layers(equations: Sequence[Equation | object]) -> dict[Key, dict[in
     return {key: layers[key] for key in sorted(layers, key=lambda key: -sizes[key])}
 
 
+def ranges_to_try(first: int, last: int) -> list[range]:
+    """Of layers with these numbers, those that may be a run: the first and the last may differ."""
+    bounds = ((first, last), (first + 1, last), (first, last - 1), (first + 1, last - 1))
+    return [range(a, b + 1) for a, b in bounds if b - a + 1 >= MIN_LAYERS]
+
+
 def find_run(
     equations: Sequence[Any],
-    shardings: Sequence[EquationSharding | None],
+    shardings: Sequence[EquationSharding | None] | None,
     avals: Sequence[ShapedArray],
     layers: Sequence[Sequence[int]],
 ) -> LayerRun | None:
     """The run of these layers, each by the indices of its equations; None if they are not equal.
-    What is no `Equation` (another loop) only counts for what it reads and makes."""
+    `shardings`: None if layouts are not known yet. What is no `Equation` (another loop) only counts
+    for what it reads and makes."""
     if len({len(own) for own in layers}) != 1 or not layers[0]:
         return None
     return _Matcher(equations, shardings, avals, layers).run()
@@ -125,7 +134,7 @@ class _Matcher:
     def __init__(
         self,
         equations: Sequence[Any],
-        shardings: Sequence[EquationSharding | None],
+        shardings: Sequence[EquationSharding | None] | None,
         avals: Sequence[ShapedArray],
         layers: Sequence[Sequence[int]],
     ) -> None:
@@ -147,7 +156,8 @@ class _Matcher:
         for at in range(len(trips[0])):
             if not self.same_equation(at, later):
                 return None
-        if not all(self.same_layouts(at) for at in range(len(trips[0]))):
+        shardings = self.shardings
+        if shardings and not all(self.same_layouts(at, shardings) for at in range(len(trips[0]))):
             return None
         return self.found
 
@@ -184,7 +194,7 @@ class _Matcher:
         model = own[self.found.model]
         if model.has_effect or not all(self.is_like(model, one) for one in own):
             return False
-        if not self.same_params(at, own):
+        if not self.same_params_but_rows(at, own):
             return False
         return all(
             self.same_operand([one.operands[n] for one in own], later)
@@ -198,16 +208,16 @@ class _Matcher:
             and [_type(self.avals[v]) for v in model.results]
             == [_type(self.avals[v]) for v in other.results]
             and len(model.bodies) == len(other.bodies)
-            and all(map(_same_program, model.bodies, other.bodies))
+            and all(map(same_program, model.bodies, other.bodies))
         )
 
-    def same_params(self, at: int, own: Sequence[Equation]) -> bool:
+    def same_params_but_rows(self, at: int, own: Sequence[Equation]) -> bool:
         model = own[self.found.model]
-        if all(_same_params(model, one) for one in own):
+        if all(same_params(model, one) for one in own):
             return True
         if model.name != "slice" or len({one.inputs[0] for one in own if one.inputs}) != 1:
             return False
-        if not all(_same_params(_from_row_0(model), _from_row_0(one)) for one in own):
+        if not all(same_params(_from_row_0(model), _from_row_0(one)) for one in own):
             return False
         starts = [one.params["start_indices"][0] for one in own]
         steps = {b - a for a, b in pairwise(starts)}
@@ -220,7 +230,7 @@ class _Matcher:
         """Whether it is one of the kinds above; notes carries and values of each layer."""
         found, model = self.found, operands[self.found.model]
         if not isinstance(model, int):
-            return all(isinstance(o, Constant) and _same_constant(model, o) for o in operands)
+            return all(isinstance(o, Constant) and same_constant(model, o) for o in operands)
         made = [found.place_of.get(o) if isinstance(o, int) else None for o in operands]
         where = found.place_of.get(model)
         if where is not None:
@@ -252,9 +262,9 @@ class _Matcher:
 
     # -- layouts
 
-    def same_layouts(self, at: int) -> bool:
+    def same_layouts(self, at: int, shardings: Sequence[EquationSharding | None]) -> bool:
         found = self.found
-        model = self.shardings[found.trips[found.model][at]]
+        model = shardings[found.trips[found.model][at]]
         assert model is not None
         entering = {carry.value for carry in found.carries.values()} | set(found.reads)
         operands = self.equations[found.trips[found.model][at]].operands
@@ -263,7 +273,7 @@ class _Matcher:
         if any(leaves and _is_partial(model.results[n]) for n, leaves in enumerate(may_leave)):
             return False
         for trip, own in enumerate(found.trips):
-            other = self.shardings[own[at]]
+            other = shardings[own[at]]
             assert other is not None
             if other is model:
                 continue
@@ -300,7 +310,7 @@ def _type(aval: ShapedArray) -> tuple[Any, Any]:
     return tuple(aval.shape), aval.dtype
 
 
-def _same_params(one: Equation, other: Equation) -> bool:
+def same_params(one: Equation, other: Equation) -> bool:
     a, b = one.params, other.params
     return a is b or (a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a))
 
@@ -316,7 +326,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _same_constant(one: Constant, other: Constant) -> bool:
+def same_constant(one: Constant, other: Constant) -> bool:
     a, b = one.value, other.value
     if a is b:
         return True
@@ -338,7 +348,7 @@ def _from_row_0(equation: Equation) -> Equation:
     )  # fmt: skip
 
 
-def _same_program(one: Program, other: Program) -> bool:
+def same_program(one: Program, other: Program) -> bool:
     """Whether two bodies of loops are the same but for the numbers of their values."""
     if one is other:
         return True
@@ -357,7 +367,7 @@ def _same_program(one: Program, other: Program) -> bool:
         return all(
             renamed.get(x) == y
             if isinstance(x, int)
-            else isinstance(y, Constant) and _same_constant(x, y)
+            else isinstance(y, Constant) and same_constant(x, y)
             for x, y in zip(a, b, strict=True)
         )
 
@@ -368,9 +378,9 @@ def _same_program(one: Program, other: Program) -> bool:
             return False
         if len(a.results) != len(b.results) or len(a.bodies) != len(b.bodies):
             return False
-        if not _same_params(a, b) or not same_operands(a.operands, b.operands):
+        if not same_params(a, b) or not same_operands(a.operands, b.operands):
             return False
-        if not all(map(_same_program, a.bodies, b.bodies)):
+        if not all(map(same_program, a.bodies, b.bodies)):
             return False
         renamed.update(zip(a.results, b.results, strict=True))
     return same_operands(one.outputs, other.outputs)

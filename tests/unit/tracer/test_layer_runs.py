@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.program import Program
-from autopar.lower.layer_runs import LayerRun, find_run, numbered_layers
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import unsharded
+from autopar.tracer.layer_runs import LayerRun, find_run, numbered_layers
 from autopar.tracer.trace import StepOptions
 
 X, W = jnp.ones((4, 4)), jnp.ones((5, 4, 4))
