@@ -5,7 +5,8 @@
 runs as a process of `pool`. A job is a row and its planner: "autopar", a hand-written layout, or
 "3-D by hand". A layout that does not fit is compiled again with its expert's memory savings until
 it fits. Of the hand-written pipelines with the same number of stages, all are planned and the one
-predicted to be fastest is compiled. This needs JAX's CUDA plugin but no GPU.
+predicted to be fastest is compiled. This needs JAX's CUDA plugin but no GPU. Steps of one program
+keep XLA's text beside RESULT.json, for `judging`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from autopar.stages.simulate import predicted_timeline
 from benchmarks.experts import Expert, chains_for
 from benchmarks.provenance import provenance
 from benchmarks.suite.cases import DEVICES_PER_HOST, Row, example_of
+from benchmarks.suite.programs import SUFFIX, write_program
 
 TARGET = "h100-80gb"
 PRESET = "h100-sxm"
@@ -75,7 +78,7 @@ def _pipeline_name(expert: Expert) -> str:
 # -- results
 
 
-def _figures(
+def figures_of(
     programs: Sequence[tuple[int, Judgement]], step_s: float, peak_bytes: float
 ) -> dict[str, Any]:
     """A step's time, and the work of its busiest device: its programs with their runs. `judge` says
@@ -103,8 +106,12 @@ def _figures(
     }
 
 
-def _judged(compiled: Any, row: Row) -> Judgement:
-    return judge(compiled.as_text() or "", cluster_of(row), _hosts(compiled))
+def _judged(compiled: Any, row: Row, kept: Path | None = None) -> Judgement:
+    """What the judge says of a program, whose text is written to the file `kept`."""
+    text, hosts = compiled.as_text() or "", _hosts(compiled)
+    if kept is not None:
+        write_program(kept, text, hosts)
+    return judge(text, cluster_of(row), hosts)
 
 
 def _hosts(compiled: Any) -> list[int] | None:
@@ -121,14 +128,14 @@ def _peak_bytes(compiled: Any) -> int:
     return sizes - stats.alias_size_in_bytes
 
 
-def figures_of_plan(planned: Any, row: Row) -> dict[str, Any]:
+def figures_of_plan(planned: Any, row: Row, kept: Path | None = None) -> dict[str, Any]:
     """The figures of XLA's programs for an autopar plan. The step of a pipeline is simulated with
     the judged time of every stage program; transfers between stages take the plan's time."""
     executable = make_executable(planned, devices_of(row))
     if not isinstance(executable, PipelineExecutable):
         compiled: Any = executable.compiled
-        judged = _judged(compiled, row)
-        return _figures([(1, judged)], judged.step_s, _peak_bytes(compiled))
+        judged = _judged(compiled, row, kept)
+        return figures_of([(1, judged)], judged.step_s, _peak_bytes(compiled))
     stage_programs = [_judged(program, row) for program in executable.compiled.values()]
     plan = planned.plan
     assert plan.times is not None and len(plan.times.stage_programs) == len(stage_programs)
@@ -145,7 +152,7 @@ def figures_of_plan(planned: Any, row: Row) -> dict[str, Any]:
         num_runs = plan.num_micro_batches if stage_program.phase in PER_MICRO_BATCH else 1
         of_stage.setdefault(stage_program.stage, []).append((num_runs, judged))
     most = max(of_stage.values(), key=lambda stage: sum(runs * one.step_s for runs, one in stage))
-    return _figures(most, step_s, executable.memory_bytes())
+    return figures_of(most, step_s, executable.memory_bytes())
 
 
 def _plan_words(plan: Any) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def _plan_words(plan: Any) -> dict[str, Any]:
 # -- planners
 
 
-def autopar_results(row: Row) -> list[dict[str, Any]]:
+def autopar_results(row: Row, kept: Iterator[Path]) -> list[dict[str, Any]]:
     """autopar's plan with the default method."""
     example = example_of(row)
     arguments = (example.abstract_state(), example.abstract_batch())
@@ -177,7 +184,7 @@ def autopar_results(row: Row) -> list[dict[str, Any]]:
     )
     planned_s = time.perf_counter() - started
     started = time.perf_counter()
-    figures = figures_of_plan(planned, row)
+    figures = figures_of_plan(planned, row, next(kept))
     return [
         {
             "plan": AUTOPAR,
@@ -190,7 +197,7 @@ def autopar_results(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def layout_results(row: Row, name: str) -> list[dict[str, Any]]:
+def layout_results(row: Row, name: str, kept: Iterator[Path]) -> list[dict[str, Any]]:
     """Results of a hand-written layout as it is or, if it does not fit, of each of its chains (more
     recomputation, more micro-batches) up to the first that fits."""
     example = example_of(row)
@@ -200,7 +207,7 @@ def layout_results(row: Row, name: str) -> list[dict[str, Any]]:
             continue
         for expert in chain:
             if expert.name not in found:
-                found[expert.name] = _expert_result(expert, example, row)
+                found[expert.name] = _expert_result(expert, example, row, next(kept))
             first = next(iter(found.values()))
             if first["fits"] or first.get("note") == _NOT_COMPILED:
                 return [first]
@@ -209,7 +216,7 @@ def layout_results(row: Row, name: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _expert_result(expert: Expert, example: Any, row: Row) -> dict[str, Any]:
+def _expert_result(expert: Expert, example: Any, row: Row, kept: Path) -> dict[str, Any]:
     result = {"plan": expert.name, "family": expert.family}
     assert expert.layout is not None
     result["mesh"] = "×".join(map(str, expert.layout.mesh_shape))
@@ -223,8 +230,8 @@ def _expert_result(expert: Expert, example: Any, row: Row) -> dict[str, Any]:
         note = _NOT_COMPILED
         return {**result, "fits": False, "peak_gb": held_bytes / 1e9, "note": note}
     compiled = step.lower(state, batch).compile()
-    judged = _judged(compiled, row)
-    figures = _figures([(1, judged)], judged.step_s, _peak_bytes(compiled))
+    judged = _judged(compiled, row, kept)
+    figures = figures_of([(1, judged)], judged.step_s, _peak_bytes(compiled))
     return {**result, "compiled_s": time.perf_counter() - started, **figures}
 
 
@@ -269,12 +276,15 @@ def pipeline_results(row: Row, who: str) -> list[dict[str, Any]]:
     return [{**about, **_plan_words(planned.plan), **figures}]
 
 
-def results_of(row: Row, who: str) -> list[dict[str, Any]]:
+def results_of(row: Row, who: str, result_file: Path) -> list[dict[str, Any]]:
+    """The results of a job; the program of the k-th is in a file beside `result_file`."""
+    stem = result_file.with_suffix("")
+    kept = (stem.with_name(f"{stem.name}-{index}{SUFFIX}") for index in count())
     if who == AUTOPAR:
-        return autopar_results(row)
+        return autopar_results(row, kept)
     if who.startswith(PIPELINES):
         return pipeline_results(row, who)
-    return layout_results(row, who)
+    return layout_results(row, who, kept)
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -282,7 +292,7 @@ def main(job_file: str, result_file: str) -> None:
     row = Row(**job["row"])
     made = provenance()
     try:
-        results = [{**one, "made": made} for one in results_of(row, job["who"])]
+        results = [{**one, "made": made} for one in results_of(row, job["who"], Path(result_file))]
         found: dict[str, Any] = {"results": results}
     except autopar.AutoparError as error:
         first, _, _ = str(error).partition("\n")
