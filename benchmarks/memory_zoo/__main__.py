@@ -164,8 +164,12 @@ def take_row(rows: dict[tuple[str, str], Row], case: Any, row: Row, predicts: bo
     if known is None or not predicts or "error" in row:
         rows[key] = row
     elif row["layouts"] == known.get("layouts"):
-        predicted = {"predicted_bytes": row["predicted_bytes"], "predicted": row["made"]}
-        rows[key] = {**known, **predicted}
+        rows[key] = {
+            **known,
+            "predicted_bytes": row["predicted_bytes"],
+            "predicted": row["made"],
+            "predicted_commit": row["commit"],
+        }
     else:
         print(f"{case.name}: the plan has changed; compile it again", flush=True)
         del rows[key]

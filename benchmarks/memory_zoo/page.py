@@ -161,7 +161,11 @@ def _summary(rows: Sequence[dict[str, Any]]) -> list[str]:
             )
     worst = sorted(rows, key=lambda row: -abs(ratio(row) - 1))[:5]
     names = ", ".join(f"{row['model']} ({row['kind']}) {ratio(row):.2f}" for row in worst)
-    return [*lines, f"- the worst: {names}", f"- {when_made(rows)}"] if worst else []
+    return [*lines, f"- the worst: {names}", *_when(rows)] if worst else []
+
+
+def _when(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"- {when_made(rows)}", f"- {when_predicted(rows)}"]
 
 
 def when_made(rows: Sequence[dict[str, Any]]) -> str:
@@ -173,6 +177,22 @@ def when_made(rows: Sequence[dict[str, Any]]) -> str:
         for (day, jax), count in sorted(made.items(), reverse=True)
     ]
     return f"Compiled: {', '.join(parts)}."
+
+
+def when_predicted(rows: Sequence[dict[str, Any]]) -> str:
+    """How many predictions are of which commit. A prediction is made when its plan is compiled,
+    and again by `--predict`, which leaves XLA's figure where the program is the same."""
+    commits = Counter(
+        row.get("predicted_commit", row.get("commit")) or "an unknown commit" for row in rows
+    )
+    parts = [f"{count} by {_in_short(commit)}" for commit, count in commits.most_common()]
+    return f"Predicted: {', '.join(parts)}."
+
+
+def _in_short(commit: str) -> str:
+    """A commit's first characters; "+" says that files had been changed since."""
+    is_hash = " " not in commit
+    return f"`{commit[:8]}{'+' if commit.endswith('+') else ''}`" if is_hash else commit
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

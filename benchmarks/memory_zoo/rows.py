@@ -14,6 +14,7 @@ import warnings
 from datetime import UTC, datetime
 from typing import Any
 
+from benchmarks.provenance import commit
 from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
 
 BY_HAND = "benchmarks.memory_zoo.by_hand"
@@ -23,7 +24,7 @@ def case_in_a_process(model: str, kind: str, compiles: bool, limit_s: float) -> 
     """The row of a case, or what went wrong."""
     arguments = [model, kind] if compiles else [model, kind, "no-compiling"]
     row = row_of_a_process("benchmarks.memory_zoo.rows", arguments, limit_s)
-    return {"model": model, "kind": kind, "made": _now(), **versions(), **row}
+    return {"model": model, "kind": kind, **_made_by(), **row}
 
 
 def case_row(model: str, kind: str, compiles: bool) -> dict[str, Any]:
@@ -63,11 +64,13 @@ def budget_in_a_process(model: str, kind: str, share: float, limit_s: float) -> 
         left_s = max(1.0, ends - time.monotonic())
         peaks = row_of_a_process(BY_HAND, [model, kind], left_s)
         row["not_by_hand" if "error" in peaks else "by_hand"] = peaks
-    return {"model": model, "kind": kind, "share": share, "made": _now(), **versions(), **row}
+    return {"model": model, "kind": kind, "share": share, **_made_by(), **row}
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def _made_by() -> dict[str, str | None]:
+    """When, and by which code."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"made": now, "commit": commit(), **versions()}
 
 
 def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:

@@ -61,6 +61,14 @@ def test_the_page_counts_and_names_the_worst() -> None:
     )
 
 
+def test_the_page_names_the_commits_that_made_the_predictions() -> None:
+    former = row("a", False, [1.0], [1.0])
+    compiled = {**former, "commit": "0123456789+"}
+    again = {**compiled, "predicted_commit": "fedcba987654"}
+    text = page([former, compiled, again, again])
+    assert "- Predicted: 2 by `fedcba98`, 1 by an unknown commit, 1 by `01234567+`.\n" in text
+
+
 def test_every_case_is_one_of_a_kind() -> None:
     cases = list(all_cases())
     assert len(cases) >= 40 and len(set(cases)) == len(cases)
@@ -102,9 +110,10 @@ def test_a_new_prediction_keeps_xlas_figure_while_layouts_stay() -> None:
     key = (case.model, case.kind)
     known = {**row("a", False, [1.0], [2.0]), "layouts": "one"}
     rows = {key: known}
-    again = {"layouts": "one", "predicted_bytes": [3.0], "made": "later"}
+    again = {"layouts": "one", "predicted_bytes": [3.0], "made": "later", "commit": "abc"}
     take_row(rows, case, again, predicts=True)
-    assert rows[key] == {**known, "predicted_bytes": [3.0], "predicted": "later"}
+    predicted = {"predicted_bytes": [3.0], "predicted": "later", "predicted_commit": "abc"}
+    assert rows[key] == {**known, **predicted}
     take_row(rows, case, {"layouts": "two", "predicted_bytes": [3.0]}, predicts=True)
     assert key not in rows
 
