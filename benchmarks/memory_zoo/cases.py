@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from benchmarks.memory_zoo import newcomers
+from benchmarks.memory_zoo import latecomers, newcomers
 from benchmarks.planning_zoo import strangers
 from examples.models import build, dlrm, gpt, moe
 from examples.models.example import Example
@@ -164,6 +164,12 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     "linear attention": partial(_zoo, lambda n: newcomers.linear_attention(8 * n)),
     "conformer": partial(_zoo, lambda n: newcomers.conformer(16 * n)),
     "diffusion transformer": partial(_zoo, lambda n: newcomers.diffusion_transformer(16 * n)),
+    "mamba hybrid": partial(_zoo, lambda n: latecomers.mamba_hybrid(2 * n)),
+    "graph transformer": partial(_zoo, lambda n: latecomers.graph_transformer(16 * n)),
+    "image codec": partial(_zoo, lambda n: latecomers.image_codec(8 * n)),
+    "style network": partial(_zoo, lambda n: latecomers.style_network(16 * n)),
+    "perceiver io": partial(_zoo, lambda n: latecomers.perceiver_io(16 * n)),
+    "sorted experts": partial(_zoo, lambda n: latecomers.sorted_experts(8 * n)),
 }
 
 
@@ -175,6 +181,15 @@ CHECKPOINTED: dict[str, Callable[[int], Step]] = {
 }
 
 
+# Written when the memory model was finished; they have fewer kinds of plans.
+LATECOMERS = (
+    "mamba hybrid",
+    "graph transformer",
+    "image codec",
+    "style network",
+    "perceiver io",
+    "sorted experts",
+)
 SCANNED = ("scanned gpt", "scanned bert")  # of interest in stages alone
 WITH_STAGES = ("gpt", "t5", "vit", "bert")
 WITH_RECOMPUTED_STAGES = ("gpt", "bert", *SCANNED)
@@ -197,6 +212,7 @@ def budget_cases() -> Iterator[tuple[Case, float]]:
             kind = "mesh" if number % 2 == int(10 * share) % 2 else "one"
             yield case_of(model, kind), share
     yield from ((case_of(model, "stages"), 0.8) for model in WITH_STAGES)
+    yield from ((case_of(model, "mesh"), 0.7) for model in LATECOMERS)
 
 
 def case_of(model: str, kind: str) -> Case:
@@ -206,6 +222,7 @@ def case_of(model: str, kind: str) -> Case:
 def all_cases() -> Iterator[Case]:
     """All plans, by kind. A pipeline compiles eight programs, so few models have one."""
     for kind in ("mesh", "one", "recompute", "micro-batches"):
-        yield from (case_of(model, kind) for model in models() if model not in SCANNED)
+        but = SCANNED if kind in ("mesh", "one") else (*SCANNED, *LATECOMERS)
+        yield from (case_of(model, kind) for model in models() if model not in but)
     yield from (case_of(model, "stages") for model in (*WITH_STAGES, *SCANNED))
     yield from (case_of(model, "recomputed stages") for model in WITH_RECOMPUTED_STAGES)
