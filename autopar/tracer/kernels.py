@@ -34,7 +34,7 @@ from math import prod
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
 from autopar.tracer.costs import MAX_TILE_ROW, UNFUSED, VIEWS
-from autopar.tracer.op_sizes import RAGGED_PRODUCT
+from autopar.tracer.ragged_copies import ragged_reads
 
 _FREE = ("scan_slice", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
@@ -383,43 +383,28 @@ class _Kernels:
         return _SINGLE_LOADS if row_bytes % 4 else 1.0
 
     def charge_masks(self) -> None:
-        """A ragged product reads its rows once for every group, with zeros for those of others.
-        These copies have groups first where rows are contracted; a product of rows takes groups
-        beside them, which is another copy if both are needed."""
-        ragged = [(i, n) for i, n in enumerate(self.nodes) if n.name == RAGGED_PRODUCT and n.work]
-        masked: set[int] = set()  # with groups first
-        for index, node in ragged:
-            groups, contracts_rows = self.groups_of(node)
-            for position in (0, 1) if contracts_rows and groups > 1 else ():
-                value = self.source[node.operands[position]]
-                if value not in masked:
-                    masked.add(value)
-                    self.add_copy(index, position, 1.0, groups, "elementwise")
+        """Copies that XLA makes for ragged products (`ragged_copies`), and of matrices that do not
+        lie one below the other."""
+        reads = list(ragged_reads(self.nodes, self.values))
+        masked: set[int] = set()
+        for read in reads:
+            value = self.source[self.nodes[read.node].operands[read.position]]
+            if read.contracts_rows and value not in masked:
+                masked.add(value)
+                self.add_copy(read.node, read.position, 1.0, read.num_groups, "elementwise")
         turned: set[int] = set()
-        for index, node in ragged:
-            groups, contracts_rows = self.groups_of(node)
-            if contracts_rows or groups == 1:
+        for read in reads:
+            if read.contracts_rows:
                 continue
+            node = self.nodes[read.node]
             value = self.source[node.operands[0]]
             if value not in turned:
                 turned.add(value)
-                read = groups if value in masked else 1.0
-                self.add_copy(index, 0, read, groups, "transpose")
+                written = read.num_groups if value in masked else 1.0
+                self.add_copy(read.node, 0, written, read.num_groups, "transpose")
             dims = sorted(d for _, d in node.work.sizes[3]) if node.work else []
             if dims[-1] - dims[0] >= len(dims):  # matrices that do not lie one below the other
-                self.add_copy(index, 1, 1.0, 1.0, "transpose")
-
-    def groups_of(self, node: Node) -> tuple[float, bool]:
-        """(groups of a ragged product that XLA masks, whether its rows are contracted)."""
-        assert node.work is not None
-        arrays = (*node.operands, *node.results)
-        if any(array >= len(node.operands) for array, _ in node.work.sizes[0]):
-            return float(self.values[node.results[0]].shape[0]), True
-        batch, rows, _, summed = (
-            prod(self.values[arrays[array]].shape[d] for array, d in dims)
-            for dims in node.work.sizes
-        )
-        return batch * rows * summed / max(self.elements[node.operands[0]], 1), False
+                self.add_copy(read.node, 1, 1.0, 1.0, "transpose")
 
     def add_copy(self, index: int, position: int, read: float, written: float, stream: str) -> None:
         """A kernel before a node that copies its operand, read and written so often."""

@@ -19,6 +19,7 @@ for GPUs:
 - *Convolutions.* Kernels stay in the order that the library wants (`transposed_kernels`); inputs of
   transposed convolutions are written with zeros between their rows (`dilated_inputs`); those in
   three dimensions have copies in a workspace (`workspaces`).
+- *Ragged products* read copies of their rows for every group (`ragged_copies`).
 
 A value that a loop reads lives until the loop's end; a stack that it writes, from the loop's start.
 """
@@ -43,6 +44,7 @@ from autopar.tracer.folding import (
     without_single_products,
 )
 from autopar.tracer.fusion import Fusion
+from autopar.tracer.ragged_copies import ragged_copies
 from autopar.tracer.regions import BACKWARD, FORWARD, UPDATE
 from autopar.tracer.reordering import Reordering, num_orders
 from autopar.tracer.row_sums import summed_along_rows
@@ -203,6 +205,7 @@ class _Sweep:
         lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
         lives += self.dilated_inputs()
         lives += self.workspaces()
+        lives += self.ragged_copies(ends)
         lives += self.pooled_zeros()
         lives += self.in_order_of_sums(node_ends, ends)
         self.reuse_buffers(ends)
@@ -612,6 +615,35 @@ class _Sweep:
             if node.name == "conv_general_dilated" and len(self.flow.shape_of(node)) > 4:
                 for value in (*node.operands, self.flow.finished(node.results[0])):
                     yield Life(value, self.times[index], self.times[index])
+
+    def ragged_copies(self, ends: dict[int, int]) -> list[Life]:
+        """Copies that ragged products read, for every group of rows; what nothing else reads ends
+        with the first of them."""
+        lives, copied = ragged_copies(
+            self.nodes,
+            self.values,
+            self.times,
+            self.flow.source,
+            self.may_be_made,
+        )
+        for value, (readers, first) in copied.items():
+            if {r.node for r in self.readers.get(value, ())} <= readers and value in ends:
+                ends[value] = min(ends[value], first)
+        return lives
+
+    def may_be_made(self, value: int) -> int:
+        """When an elementwise value can be made at the earliest: its sources are there."""
+        time, known, todo = 0, {value}, [value]
+        while todo:
+            index = self.producer[todo.pop()]
+            node = self.nodes[index]
+            is_fused = self.fusion.is_elementwise(index) or self.flow.is_view(node)
+            if is_fused and node.work is None:
+                todo += (more := [v for v in node.operands if v not in known])
+                known.update(more)
+            else:
+                time = max(time, self.times[index])
+        return time
 
 
 def is_product(node: Node) -> bool:

@@ -470,3 +470,47 @@ def test_a_softmax_of_long_rows_is_computed_again_with_its_gradient() -> None:
     softmaxes = [x for x in again if graph.nodes[graph.producer[x.value][0]].name == "div"]
     gradients = {x.start for x in again if graph.nodes[graph.producer[x.value][0]].name != "div"}
     assert softmaxes and all(x.start in gradients for x in softmaxes)
+
+
+def test_copies_for_ragged_products_live_from_the_first_to_the_last_of_them() -> None:
+    """One with zeros for the rows of other groups, which the backward pass reads again, so that the
+    rows themselves need not stay; another, turned, while products of rows read it."""
+    groups, rows = 4, (256, 64)
+    w = {"up": array(groups, 64, 64), "down": array(groups, 64, 64)}
+
+    def loss_of(w, x):
+        sizes = jnp.full((groups,), 64)
+        inner = jnp.sin(jax.lax.ragged_dot(x, w["up"], sizes))
+        return jnp.sum(jnp.sin(jax.lax.ragged_dot(inner, w["down"], sizes)))
+
+    graph = graph_of(train(loss_of), w, array(*rows))
+    products = [i for i, n in enumerate(graph.nodes) if n.name == "ragged_dot_general"]
+    times = [graph.liveness.times[i] for i in products]
+    contracts = [graph.values[graph.nodes[i].results[0]].shape == w["up"].shape for i in products]
+    assert sorted(contracts) == [False] * 3 + [True] * 2
+    lives = [life for life in graph.liveness.lives if life.count == groups]
+    assert all(graph.values[life.value].shape == rows for life in lives)
+    inner = graph.nodes[products[1]].operands[0]
+    last = max(t for i, t in zip(products, times, strict=True) if inner in graph.nodes[i].operands)
+    assert last > times[1]  # the gradient of `down`
+    spans = [(life.start, life.end) for life in lives if life.value == inner]
+    assert sorted(spans) == [(times[1], times[1]), (times[1], last)]
+    itself = [life for life in graph.liveness.lives if life.value == inner and life.count == 1]
+    assert all(life.end <= times[1] for life in itself)
+    gradients = [life for life in lives if graph.nodes[graph.producer[life.value][0]].region]
+    assert len(gradients) == len(lives)
+
+
+def test_one_kernel_masks_the_gradients_of_two_ragged_products_of_one_array() -> None:
+    groups = 4
+    w = {"gate": array(groups, 64, 128), "up": array(groups, 64, 128)}
+
+    def loss_of(w, x):
+        sizes, x = jnp.full((groups,), 64), jnp.sin(x)
+        gate = jax.lax.ragged_dot(x, w["gate"], sizes)
+        return jnp.sum(jnp.sin(gate) * jax.lax.ragged_dot(x, w["up"], sizes))
+
+    graph = graph_of(train(loss_of), w, array(256, 64))
+    wide = [life for life in graph.liveness.lives if graph.values[life.value].shape == (256, 128)]
+    starts = [life.start for life in wide if life.count == groups]
+    assert len(starts) == 2 and len(set(starts)) == 1

@@ -113,6 +113,19 @@ def two_losses(w: dict[str, list[jax.Array]], x: jax.Array) -> jax.Array:
     return jnp.sum(coarse**2) + jnp.sum(fine**2)
 
 
+def ragged(layers: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """Rows sorted by expert: copies of them for every expert live from the forward to the backward
+    pass, and one kernel makes those of two gradients."""
+    for w in layers:
+        chosen = jnp.argmax((x @ w["first"])[:, :8], -1)
+        order, counts = jnp.argsort(chosen), jnp.bincount(chosen, length=8)
+        sent = x[order]
+        inner = jax.nn.silu(jax.lax.ragged_dot(sent, w["gate"], counts))
+        inner = inner * jax.lax.ragged_dot(sent, w["up"], counts)
+        x = x + jnp.zeros_like(x).at[order].add(jax.lax.ragged_dot(inner, w["down"], counts))
+    return jnp.mean(x**2)
+
+
 @pytest.mark.parametrize(
     ("loss_of", "state", "batch", "num_devices", "remat"),
     [
@@ -141,6 +154,21 @@ def two_losses(w: dict[str, list[jax.Array]], x: jax.Array) -> jax.Array:
             array(16, 2**15, 128),
             8,
             "all",
+        ),
+        (
+            ragged,
+            [
+                {
+                    "first": array(256, 256),
+                    "gate": array(8, 256, 512),
+                    "up": array(8, 256, 512),
+                    "down": array(8, 512, 256),
+                }
+            ]
+            * 2,
+            array(16384, 256),
+            1,
+            "none",
         ),
     ],
 )
