@@ -47,6 +47,7 @@ from autopar.multi_controller import (
     compile_together,
     count_together,
     is_multi_controller,
+    make_room_together,
     plan_together,
 )
 from autopar.runtime.executable import Executable
@@ -320,11 +321,15 @@ class ParallelFunction:
         planned, executable = self._compile(args, kwargs)
         leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
         while True:
+            others_may_run = False
             try:
-                results = _run(planned, executable, leaves)
+                placed = self._with_room(planned, executable, leaves)
+                others_may_run = _is_together()
+                results = _run(planned, executable, placed)
                 break
             except jax.errors.JaxRuntimeError as error:
-                if not is_out_of_memory(error) or any(map(_is_used_up, leaves)):
+                is_lost = others_may_run or any(map(_is_used_up, leaves))
+                if is_lost or not is_out_of_memory(error):
                     raise
                 planned, executable = self._after_out_of_memory(
                     (planned, executable), args, kwargs, error
@@ -437,6 +442,16 @@ class ParallelFunction:
             self.last_planned = planned
         return planned, executable
 
+    def _with_room(
+        self, planned: PlannedStep, executable: Executable, leaves: Sequence[Any]
+    ) -> Sequence[Any]:
+        """The arguments, where processes run a step together: placed, when all of them have room
+        for the step. Inside it, one that has none could no longer tell the others."""
+        is_mesh = isinstance(executable, LocalExecutable)
+        if not (_is_together() and is_mesh and self._limit(planned) is not None):
+            return leaves
+        return make_room_together(planned.plan.name, lambda: executable.place_with_room(leaves))
+
     def _after_out_of_memory(
         self,
         entry: tuple[PlannedStep, Executable],
@@ -447,8 +462,7 @@ class ParallelFunction:
         """Another plan, after the first run of this one took more memory than there was."""
         planned, _ = entry
         found, refit = planned.plan.memory_found, self._refit(planned, args, kwargs)
-        # Where processes run a step together, the others may have run it.
-        if found is None or refit.limit_bytes is None or _is_together():
+        if found is None or refit.limit_bytes is None:
             raise error
         excess = out_of_memory_excess(found, refit.limit_bytes)
         try:

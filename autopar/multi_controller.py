@@ -13,6 +13,7 @@ plan), and process 0 compares. An error in one process is raised in all of them.
     binding     all have the same program, and the plan fits it
     compiling   XLA compiled the program in every process
     memory      the most that it takes by XLA's count, in any process
+    room        before the first run: whether every process has the memory that a run needs
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from autopar.methods import (
     ParallelMethod,
 )
 from autopar.runtime.ranks.consensus import Consensus, arrival_limit_s, planning_limit_s
+from autopar.runtime.ranks.failures import is_out_of_memory
 from autopar.session import devices_per_process
 from autopar.stages.training_arrays import state_of_training
 from autopar.tracer.fingerprint import program_fingerprint
@@ -155,6 +157,30 @@ def compile_together(name: str, compile: Callable[[], object]) -> None:
 def count_together(name: str, count: Callable[[], Sequence[float]]) -> tuple[float, ...]:
     """XLA's bytes by mesh, the most that any process counts, so that all judge a plan alike."""
     return Consensus(name).largest("memory", count, planning_limit_s())
+
+
+def make_room_together(name: str, make_room: Callable[[], list[Any]]) -> list[Any]:
+    """What `make_room` returns, once it has returned in every process. If memory is short in one,
+    all raise that error of JAX: none has begun the step, in which the others would wait for ever.
+    """
+    made: list[Any] = []
+
+    def who_lacks_it() -> tuple[float]:
+        try:
+            made.extend(make_room())
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return (float(jax.process_index()),)
+        return (-1.0,)
+
+    (who,) = Consensus(name).largest("room", who_lacks_it, planning_limit_s())
+    if who >= 0:
+        raise jax.errors.JaxRuntimeError(
+            f"RESOURCE_EXHAUSTED: {name}: process {who:.0f} has no room for what a run makes "
+            "beside its arguments. No process has begun the step."
+        )
+    return made
 
 
 # -- checks and comparisons

@@ -36,7 +36,7 @@ from autopar.runtime.executable import Executable, FlatFunction
 from autopar.runtime.ranks.failures import failure_watch
 from autopar.runtime.recording import Recorder, clock
 from autopar.runtime.stacks import StackedArray
-from autopar.runtime.stage_programs import program_bytes
+from autopar.runtime.stage_programs import bytes_beside_arguments, occupy, program_bytes
 from autopar.runtime.threads import must_run_alone, run_alone
 from autopar.runtime.timestamps import ProgramLabel, StepDescription
 
@@ -133,6 +133,15 @@ class LocalExecutable(Executable):
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         return put(leaves, self.input_shardings)
+
+    def place_with_room(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arguments where the plan wants them, beside which every device of this process had room
+        for all that a run makes; else JAX's error that memory is short. Nothing runs: processes
+        that run a step together can so agree whether to begin."""
+        placed = self.place(leaves)
+        mine = [d for d in self._devices if d.process_index == jax.process_index()]
+        occupy(bytes_beside_arguments(self.compiled), mine)
+        return placed
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
         return place_some(leaves, self.input_shardings)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autopar.errors import CompileError
 from autopar.ir.pipeline import StageProgram
@@ -16,6 +17,8 @@ from autopar.progress import Progress, logged
 
 # (stage, value) -> type and sharding; for a value of each micro-batch, of one micro-batch.
 Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
+
+_ROW_BYTES = 2**20  # a dimension of more than 2**31 is more than JAX likes
 
 
 def compile_stage_programs(
@@ -87,3 +90,25 @@ def program_bytes(program: jax.stages.Compiled) -> int:
         + stats.temp_size_in_bytes
         - stats.alias_size_in_bytes
     )
+
+
+def bytes_beside_arguments(program: jax.stages.Compiled) -> tuple[int, int]:
+    """What a run of the program allocates on a device: (temporaries, new results)."""
+    stats = program.memory_analysis()
+    assert stats is not None
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.temp_size_in_bytes), int(max(0, results))
+
+
+def occupy(sizes: Sequence[int], devices: Sequence[jax.Device]) -> None:
+    """Allocate so many bytes on every device, all at once, and free them. Raises JAX's error if
+    there is not enough memory."""
+    held = [
+        jnp.zeros((-(-size // _ROW_BYTES), _ROW_BYTES), jnp.uint8, device=device)
+        for size in sizes
+        if size
+        for device in devices
+    ]
+    jax.block_until_ready(held)
+    for array in held:
+        array.delete()

@@ -102,8 +102,8 @@ def out_of_memory(
         f"{RESERVE_SHARE:.0%} kept in reserve"
     )
     lines = [
-        f"{traced.name}: {_smallest(nearest, tried)}, {format_bytes(peak - budget)} more than the "
-        f"budget of {format_bytes(budget)} ({source}).",
+        f"{traced.name}: {_smallest(traced, nearest, tried)}, "
+        f"{format_bytes(peak - budget)} more than the budget of {format_bytes(budget)} ({source}).",
         "At the peak a device holds:",
         *_dominating(nearest.graph, held),
     ]
@@ -119,12 +119,14 @@ def out_of_memory(
     )
 
 
-def _smallest(nearest: Miss, tried: str) -> str:
+def _smallest(traced: TracedStep, nearest: Miss, tried: str) -> str:
     peak, mesh = format_bytes(nearest.memory.peak_bytes), nearest.mesh
+    number = traced.num_micro_batches
+    cut = f" with {number} micro-batches" if number > 1 else ""
     if mesh.num_devices == 1:
-        return f"does not fit on one device. The smallest peak found is {peak}"
+        return f"does not fit on one device. The smallest peak found is {peak}{cut}"
     return (
-        f"no sharding fits. The smallest peak found is {peak} per device on mesh {mesh.shape} "
+        f"no sharding fits. The smallest peak found is {peak} per device on mesh {mesh.shape}{cut} "
         f"({tried})"
     )
 

@@ -28,6 +28,7 @@ from autopar.sharding.plan_whole import WholeStep, plan_smallest
 from autopar.sharding.tried import (
     MICRO_BATCHES,
     PIPELINES,
+    cut_refusal,
     why_not_cut,
     with_failures,
 )
@@ -361,6 +362,7 @@ def _cut_plans(task: AutoTask, outcomes: Outcomes) -> Iterator[PlannedStep]:
             break
         is_open = not index and not is_open and planned is None
     outcomes.failures += tried.failures
+    outcomes.least_cut = tried.likely_smallest(task.numbers[1:])
     outcomes.tried[MICRO_BATCHES] = f"tried: {'; '.join(tried.found.values())}"
 
 
@@ -393,13 +395,19 @@ def _smallest(task: AutoTask, outcomes: Outcomes) -> PlannedStep:
     name, failures = task.source.whole.name, outcomes.failures
     if failures and outcomes.misfit is None:
         raise planning_failed(name, failures, "no plan on one mesh and no pipeline could be made")
-    misfit = outcomes.misfit
-    try:
-        return plan_smallest(task.whole(in_full=True))
-    except MemoryBudgetError as error:
-        misfit = error
-    except Exception as error:
-        failures += task.log.contain("the plan that takes the least memory", error)
+    misfit: MemoryBudgetError | None = None
+    for number in dict.fromkeys((None, outcomes.least_cut)):
+        if misfit is not None and task.log.deadline.is_over:
+            break
+        try:
+            return plan_smallest(task.whole(number, in_full=True))
+        except MemoryBudgetError as error:
+            if misfit is None or error.peak_bytes < misfit.peak_bytes:
+                misfit = error
+        except Exception as error:
+            if number is None or cut_refusal(error) is None:  # else: it is known by a bound alone
+                failures += task.log.contain("the plan that takes the least memory", error)
+    misfit = misfit or outcomes.misfit
     if misfit is None:
         raise planning_failed(name, failures, "no plan on one mesh could be made")
     misfit = misfit.having_tried(outcomes.tried, useless=outcomes.useless)

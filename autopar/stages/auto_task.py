@@ -155,6 +155,8 @@ class Outcomes:
     """What came of every way to plan a step.
 
     misfit:   the first error for want of memory.
+    least_cut: of the numbers of micro-batches that do not fit, the one that probably takes the
+              least memory; None if none can be.
     failures: of autopar's own.
     tried:    micro-batches and pipelines -> what came of them, or why they were not tried.
     useless:  remedies that were tried in vain.
@@ -165,6 +167,7 @@ class Outcomes:
 
     task: AutoTask
     misfit: MemoryBudgetError | None = None
+    least_cut: int | None = None
     failures: list[Failure] = field(default_factory=list)
     tried: dict[str, str] = field(default_factory=dict)
     useless: set[str] = field(default_factory=set)
@@ -219,10 +222,12 @@ class Outcomes:
 @dataclass
 class MicroBatchTries:
     """Plans on one mesh with more and more micro-batches. `found`: a number -> why it has none;
-    `peaks`: a number -> the least memory that it took."""
+    `needs`: those that are possible but too large; `peaks`: a number -> the least that a plan took.
+    """
 
     task: AutoTask
     found: dict[int, str] = field(default_factory=dict)
+    needs: set[int] = field(default_factory=set)
     peaks: dict[int, float] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
 
@@ -275,7 +280,15 @@ class MicroBatchTries:
             self._note_need(number, floor)
         return floor > self.task.budget_bytes
 
+    def likely_smallest(self, numbers: Sequence[int]) -> int | None:
+        """Of these numbers, the one that probably takes the least: the most micro-batches that have
+        a row for every device, as far as they are not known to be refused."""
+        rows, devices = batch_rows(self.task.source.whole), self.task.cluster.num_devices
+        possible = [n for n in numbers if n in self.needs or n not in self.found]
+        return max((n for n in possible if rows >= n * devices), default=None)
+
     def _note_need(self, number: int, peak_bytes: float) -> None:
+        self.needs.add(number)
         self.found[number] = f"{number} of them need {format_bytes(peak_bytes)} per device or more"
 
     def _note_refusal(self, number: int, error: Exception) -> None:

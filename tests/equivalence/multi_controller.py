@@ -294,6 +294,43 @@ def within_a_budget() -> Any:
     }
 
 
+def out_of_memory_at_first() -> Any:
+    """The last process alone has no room for the first run; none begins it, and all plan again.
+    State is where the plan wants it, and donated by the step that runs."""
+    state = {"a": 0.1 * normal(0, 8, 1024), "b": 0.1 * normal(1, 1024, 4)}
+    batches = [mlp_batch(n, rows=1024) for n in range(NUM_STEPS)]
+    free = autopar.parallelize(mlp_step)
+    free(state, batches[0])
+    predicted = free.last_planned.plan.estimated_peak_bytes
+    budget = 1.2 * max(predicted, free.last_executable.memory_bytes())
+    place, run, tries, begun = LocalExecutable.place_with_room, LocalExecutable._run, [], []
+
+    def too_little_at_first(executable: LocalExecutable, leaves: Any) -> Any:
+        tries.append(executable)
+        placed = place(executable, leaves)
+        if len(tries) == 1 and is_last():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return placed
+
+    def noted(executable: LocalExecutable, leaves: Any, recorder: Any) -> Any:
+        begun.append(executable)
+        return run(executable, leaves, recorder)
+
+    options = ShardingOptions(memory_budget_bytes=budget)
+    step = autopar.parallelize(mlp_step, method=autopar.AutoParallel(options=options))
+    LocalExecutable.place_with_room, LocalExecutable._run = too_little_at_first, noted
+    try:
+        losses = trained(step, state, batches)
+    finally:
+        LocalExecutable.place_with_room, LocalExecutable._run = place, run
+    return {
+        **outcome(step, losses, lambda: trained(jax.jit(mlp_step), state, batches)),
+        "tries": len(tries),
+        "first_ran": tries[0] in begun,
+        "replanned": step.last_planned.plan.memory_found.replanned,
+    }
+
+
 def gpt_plans() -> Any:
     """Plans of a larger step, with seconds of the solver's in them."""
     example = build("gpt-tiny")

@@ -26,6 +26,7 @@ EQUAL = [
     "with_own_plans",
     "a_pipeline",
     "within_a_budget",
+    "out_of_memory_at_first",
 ]
 
 # scenario -> type and text of the error in process 0, then in the last process.
@@ -147,6 +148,12 @@ def test_a_plan_that_one_process_counts_over_its_budget_is_made_again_by_all(two
     for own in (first, last):
         assert own["limit"] == 1 and own["share"] < 1 and own["corrected"]
         assert len(own["replanned"]) == 1 and "by XLA, over the limit of" in own["replanned"][0]
+
+
+def test_a_first_run_for_which_one_process_has_no_room_is_planned_again_by_all(two):
+    for own in (outcome["out_of_memory_at_first"] for outcome in two):
+        assert own["tries"] == 2 and not own["first_ran"]
+        assert len(own["replanned"]) == 1 and "ran out of memory" in own["replanned"][0]
 
 
 def test_a_pipeline_knows_its_limit(two):

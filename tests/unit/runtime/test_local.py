@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar._jax import Primitive
 from autopar.errors import CompileError
+from autopar.runtime import local
+from autopar.runtime.local import LocalExecutable
 
 MESH = autopar.LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
 METHOD = autopar.ShardParallel(MESH)
@@ -404,3 +406,35 @@ def test_what_fails_in_lowering_is_no_change_of_the_arguments(kind: type[Excepti
     for _ in range(2):  # nothing is kept of the first
         with pytest.raises(CompileError, match=r"could not lower <lambda>.*no such shapes"):
             step(jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+def test_what_a_run_makes_is_found_to_have_room_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = parallel_train()
+    state, _ = step(params(), X)
+    executable = step.last_executable
+    assert isinstance(executable, LocalExecutable)
+    stats = executable.compiled.memory_analysis()
+    assert stats is not None
+    asked = []
+    monkeypatch.setattr(local, "occupy", lambda sizes, devices: asked.append((sizes, devices)))
+    leaves = jax.tree.leaves((state, X))
+    placed = executable.place_with_room(leaves)
+    ((sizes, devices),) = asked
+    held = executable.memory_bytes() - stats.argument_size_in_bytes
+    assert sum(sizes) == held > 0 and len(devices) == 8
+    assert placed[0] is leaves[0] and [x.shape for x in placed] == [x.shape for x in leaves]
+
+
+def test_too_little_room_is_an_error_of_jax_and_leaves_all_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = parallel_train()
+    state, _ = step(params(), X)
+    executable = step.last_executable
+    assert isinstance(executable, LocalExecutable)
+    monkeypatch.setattr(local, "bytes_beside_arguments", lambda program: (2**20, 2**50))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        executable.place_with_room(jax.tree.leaves((state, X)))
+    step(state, X)

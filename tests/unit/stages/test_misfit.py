@@ -170,6 +170,40 @@ def test_micro_batches_of_the_default_that_fit_are_taken() -> None:
 # -- a batch size that the step closes over
 
 
+def test_the_smallest_peak_is_also_that_of_cut_batches() -> None:
+    """Nearly all memory is the batch's, so plans with many micro-batches take far less. An error
+    just below the least that a plan takes says so."""
+
+    def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ weights[0]) @ weights[1]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64), (64, 8))]
+    x = jax.ShapeDtypeStruct((512, 8), jnp.float32)
+
+    def plan(num_devices: int, num_bytes: float, method: Any = AutoParallel) -> float:
+        cluster = autopar.ClusterSpec(1, num_devices, "cpu")
+        given = method(options=within(num_bytes))
+        found = autopar.plan(step, weights, x, cluster=cluster, method=given)
+        return found.estimated_peak_bytes
+
+    def refused(*arguments: Any) -> MemoryBudgetError:
+        with pytest.raises(MemoryBudgetError) as raised:
+            plan(*arguments)
+        return raised.value
+
+    peak = plan(1, 40_000)
+    error = refused(1, 0.3 * peak)
+    assert 0.3 * peak < error.peak_bytes <= peak
+    assert "with 512 micro-batches" in error.problem.splitlines()[0]
+    error = refused(4, 4_000)
+    assert error.peak_bytes < 0.25 * refused(4, 4_000, ShardParallel).peak_bytes
+    assert "with 128 micro-batches" in error.problem.splitlines()[0]
+
+
 def closed_over(method: Any, rows: int) -> MemoryBudgetError:
     def fixed(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         state, loss = train_step(state, {**batch, "x": batch["x"].reshape(rows, WIDTH)})
