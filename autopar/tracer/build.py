@@ -15,7 +15,7 @@ Values keep the program's numbers; values that only the graph has get numbers be
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
@@ -47,7 +47,7 @@ from autopar.tracer.costs import (
     state_orders,
     touched_bytes,
 )
-from autopar.tracer.kernels import node_traffic
+from autopar.tracer.kernels import GraphTraffic, node_traffic
 from autopar.tracer.liveness import LifeBasis, basis_of_lives, find_lives
 from autopar.tracer.op_sizes import equation_work
 from autopar.tracer.regions import BACKWARD, UPDATE, equation_regions, module_name, region_by_name
@@ -219,6 +219,17 @@ class _Builder:
                 trips.update((index, end) for index in nodes if index <= end)
         return trips
 
+    def touched_bytes(
+        self, index: int, in_memory: Collection[int], traffic: GraphTraffic
+    ) -> tuple[float, ...]:
+        node, moved = self.nodes[index], traffic.by_node[index]
+        if index in traffic.of_updates:
+            num_arrays = len(node.operands) + len(node.results)
+            return (0.0,) * num_arrays if moved is None else moved.num_bytes
+        if moved is not None and node.name == "scan_stack":
+            return moved.num_bytes
+        return touched_bytes(node, self.values, in_memory)
+
     def graph(self, overlaps: bool, instructions_per_byte: float) -> BuiltGraph:
         """The graph: nodes and values completed with what depends on all of them."""
         program, step = self.program, self.step
@@ -241,13 +252,11 @@ class _Builder:
         )
         nodes = tuple(
             node.having(
-                touched_bytes=moved.num_bytes
-                if moved is not None and node.name == "scan_stack"
-                else touched_bytes(node, self.values, liveness.in_memory),
+                touched_bytes=self.touched_bytes(index, liveness.in_memory, traffic),
                 batch_factor=factor,
-                traffic=moved,
+                traffic=traffic.by_node[index],
             )
-            for node, factor, moved in zip(self.nodes, factors, traffic, strict=True)
+            for index, (node, factor) in enumerate(zip(self.nodes, factors, strict=True))
         )
         deferred = deferred_values(nodes, batch_inputs)
         orders = state_orders(nodes)

@@ -4,7 +4,8 @@ Every value written to memory (`liveness` says which) ends a kernel. The kernel 
 between that value and the written values it is computed from. It reads each of these once, however
 many of its ops use it; an op that several kernels recompute belongs to each. As XLA does on GPUs,
 kernels merge if they go over the same large value and do not wait for each other: sums of the same
-values, a residual beside an activation's result, the updates of a parameter and of its moments. An
+values, a residual beside an activation's result, the updates of a parameter and of its moments. A
+kernel that concatenates what it is made from has one result, so it merges with no other. An
 elementwise kernel, or a sum over rows, also merges with the kernel that makes its operand; a value
 that only the merged kernel reads is then not written at all. A kernel that sums along rows holds
 them in a tile, unless they are long, so a second sum along them that needs the first is made there
@@ -19,6 +20,9 @@ value, so that op's sharding divides it. Updated state is written although it ta
 Products, convolutions and attention kernels have no traffic here: their times include it, but for
 the copies that ragged products need.
 
+By data sheets, an op is priced by what it touches (`touched_bytes`), but that of an update by these
+kernels (`GraphTraffic.of_updates`): they are few, of many ops, which hand moments to one another.
+
 A kernel's arithmetic runs beside its traffic, so only what takes longer is charged, to the ops that
 do it. In a tile that holds rows between two sums they take turns, so all of it is. An op is
 computed once for all who read its result at the same index, and again for each who reads it at
@@ -31,10 +35,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
 from autopar.tracer.costs import MAX_TILE_ROW, UNFUSED, VIEWS
 from autopar.tracer.ragged_copies import ragged_reads
+from autopar.tracer.regions import UPDATE
 
 _FREE = ("scan_slice", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
@@ -100,6 +106,14 @@ class _OpTraffic:
     by_stream: dict[str, float] = field(default_factory=dict)
 
 
+class GraphTraffic(NamedTuple):
+    """by_node: of each node; of_updates: nodes that are in kernels of the update, which may make
+    gradients on the way."""
+
+    by_node: list[Traffic | None]
+    of_updates: frozenset[int]
+
+
 def node_traffic(
     nodes: Sequence[Node],
     values: Sequence[Value],
@@ -107,10 +121,11 @@ def node_traffic(
     in_place: Collection[int | None],
     outputs: Collection[int | None],
     zeros: Collection[int] = (),
-) -> list[Traffic | None]:
+) -> GraphTraffic:
     """`in_place`: updated state, which takes over the memory of the old one; `zeros`: values known
     to be zero."""
-    return _Kernels(nodes, values, in_memory, in_place, outputs, zeros).traffic()
+    kernels = _Kernels(nodes, values, in_memory, in_place, outputs, zeros)
+    return GraphTraffic(kernels.traffic(), kernels.of_updates())
 
 
 class _Kernels:
@@ -185,6 +200,11 @@ class _Kernels:
         self.charge_slices()
         return [self.traffic_of(index) for index in range(len(self.nodes))]
 
+    def of_updates(self) -> frozenset[int]:
+        updates = [kernel for kernel in self.kernels if kernel.region == UPDATE]
+        members = frozenset[int]().union(*(kernel.members for kernel in updates))
+        return frozenset(index for index in members if self.nodes[index].work is None)
+
     def traffic_of(self, index: int) -> Traffic | None:
         part = self.parts.get(index)
         if part is None or (self.nodes[index].work is not None and not part.num_kernels):
@@ -202,6 +222,7 @@ class _Kernels:
         sources, members = self.made_from(root)
         size = max((self.elements[v] for v in (*sources, *node.results)), default=0)
         fuses = node.work is None and node.name not in UNFUSED
+        fuses = fuses and not self.concatenates(members, size)
         kernel = self.kernel_for(node, sources, size) if fuses else None
         if kernel is None:
             kernel = _Kernel(root, root, node.region, size, fuses)
@@ -218,6 +239,12 @@ class _Kernels:
                 readers = self.readers.setdefault(value, [])
                 if kernel not in readers:
                     readers.append(kernel)
+
+    def concatenates(self, members: set[int], size: int) -> bool:
+        """Whether a kernel puts arrays together, as the gradients of layers whose state is a stack:
+        XLA gives it a single result."""
+        concatenated = [self.nodes[i] for i in members if self.nodes[i].name == "concatenate"]
+        return any(self.elements[node.results[0]] == size for node in concatenated)
 
     def made_from(self, root: int) -> tuple[set[int], set[int]]:
         """(the written values that a root is computed from, the ops between)."""
