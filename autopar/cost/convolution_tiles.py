@@ -4,11 +4,16 @@ A convolution is a product in tiles, one on every multiprocessor, in waves: a la
 long as a full one. Channels are read in blocks for every place of the window, so few of them cost
 as much as a block. Only gradients of kernels split their contraction among multiprocessors. Samples
 reach shares of this time that vary half as much as shares of a plain roofline.
+
+The gradient of a transposed convolution's kernel is another convolution, whose window is as large
+as the image and whose result is as large as a kernel: few tiles, each of which runs the whole
+contraction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 
 import numpy as np
 
@@ -18,6 +23,9 @@ _BLOCK_BYTES = 64  # of channels, along a contraction
 _KERNEL_BLOCK_BYTES = 32  # of channels, of a kernel's gradient
 _EXTRA_DEPTH = 256  # prologue and epilogue of a tile, as elements of the contraction
 _LEAST_DEPTH = 1024  # of a tile whose contraction is split
+# Of the peak of large products, by bytes of a number, in a tile whose window is the image; as
+# `autopar.measure.judge_tiles` has them.
+_WIDE_WINDOW = {2: 0.71, 4: 0.46}
 _SMOOTH = 4.0  # the larger, the more the slower of products and traffic decides alone
 
 
@@ -46,6 +54,17 @@ def least_convolution_s(
         return (products_s**_SMOOTH + moved_s**_SMOOTH) ** (1 / _SMOOTH)
 
     return least
+
+
+def transposed_kernel_s(
+    depth: float, into: float, out: float, window: float, item: int, rate: float
+) -> float:
+    """Of such a gradient; `depth`: images times places of the image; `rate`: the device's peak, in
+    multiply-adds per second."""
+    height, width, _ = _TILES[0]
+    waves = ceil(ceil(out * window / height) * ceil(into / width) / _MULTIPROCESSORS)
+    area = height * width * _MULTIPROCESSORS
+    return waves * (depth + _EXTRA_DEPTH) * area / (_WIDE_WINDOW[2 if item <= 2 else 4] * rate)
 
 
 def _tiled_s(

@@ -4,7 +4,7 @@ A function returns None if the profile has no suitable sample; the caller then f
 symbolic model. `curves` interpolates samples.
 
 Products. Rows that are no multiples of 16 bytes take slower kernels: samples of such sizes say how
-much slower than one with whole rows would be.
+much slower than one with whole rows would be, but for its beginning and end.
 
 Collectives. Samples of one kind, number of ranks and placement (the stride between ranks, the ranks
 per host) make a curve over bytes. A number of ranks that was not measured takes the curve of the
@@ -30,11 +30,12 @@ from autopar.cost.compute import compute_s
 from autopar.cost.convolution_tiles import least_convolution_s
 from autopar.cost.curves import Curve, RateTable, Slowdown
 from autopar.ir.mesh import ClusterSpec
-from autopar.ir.profile import ConvolutionTime, MachineProfile
+from autopar.ir.profile import ConvolutionTime, MachineProfile, ProductTime
 
 OfSizes = Callable[[np.ndarray], np.ndarray]  # of sizes in the last dimension
 
 _CACHED = 65536
+_NEARLY = 1.02  # the smallest sample
 WHOLE_ROWS = 16  # bytes that kernels load at once
 # The time from one small GPU kernel of a step to the next.
 USUAL_KERNEL_S = 2e-6
@@ -152,11 +153,36 @@ class MeasuredCosts:
             if (table := self._products.get(sample_dtype)) is not None:
                 slow = self.slow_rows(sample_dtype, rows)
                 factor = 1.0 if slow is None else slow(batch, m, n, k)
-                seconds = factor * table(batch, m, n, k)
-                if sample_dtype == "float32" and self.profile.platform != "cpu":
+                seconds = table(batch, m, n, k)
+                if self.profile.platform == "cpu":
+                    return factor * seconds
+                begin_s = self.least_product_s
+                seconds = self._small_product_s(sample_dtype, 2.0 * batch * m * n * k, seconds)
+                seconds = begin_s + factor * (seconds - begin_s)
+                if sample_dtype == "float32":
                     seconds += SUSTAINED_32BIT * 2 * batch * m * n * k / self.best_32bit_rate
                 return seconds
         return None
+
+    def _small_product_s(self, dtype: str, flops: float, seconds: float) -> float:
+        """Of one that the table prices as the smallest sample of its type: it begins and ends as
+        the smallest of any type, and the rest is its share of that sample's work."""
+        smallest = self._smallest_products[dtype]
+        if seconds > _NEARLY * smallest.time.seconds or flops >= smallest.flops:
+            return seconds
+        begin_s = self.least_product_s
+        return begin_s + (smallest.time.seconds - begin_s) * flops / smallest.flops
+
+    @cached_property
+    def _smallest_products(self) -> dict[str, ProductTime]:
+        """By type, of those with whole rows."""
+        longest_first = sorted(self.profile.products, key=lambda p: -p.time.seconds)
+        return {p.dtype: p for p in longest_first if row_bytes((p.k, p.n), p.dtype) == WHOLE_ROWS}
+
+    @cached_property
+    def least_product_s(self) -> float:
+        """The time of the smallest product: to start a kernel, fill its pipeline, and end."""
+        return min(p.time.seconds for p in self._smallest_products.values())
 
     def _slow_rows(self, dtype: str, rows: int) -> Slowdown | None:
         samples, table = self._slow_samples.get((dtype, rows)), self._products.get(dtype)

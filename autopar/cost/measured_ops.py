@@ -9,9 +9,10 @@ copies that a ragged product makes of its operands.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import prod, sqrt
 
 from autopar.cost.compute import compute_s, exact_s, local_size, local_sizes
+from autopar.cost.convolution_tiles import transposed_kernel_s
 from autopar.cost.measured import MeasuredCosts, measured_costs, row_bytes
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.mesh import LogicalMesh
@@ -99,4 +100,12 @@ def _work_s(
         length = sqrt(queries * keys)
         backward = work.kind == "attention-gradient"
         return costs.attention_s(dtype, backward, work.is_causal, heads, length, head_dim)
-    return costs.convolution_s(dtype, work.kind, *map(float, local))
+    seconds = costs.convolution_s(dtype, work.kind, *map(float, local))
+    if seconds is None or not work.apart or costs.profile.platform == "cpu":
+        return seconds
+    assert mesh.device is not None
+    images, positions, into, out, window = local
+    item = values[node.operands[0]].num_bytes // max(prod(values[node.operands[0]].shape), 1)
+    peak = mesh.device.flops_16bit if item <= 2 else mesh.device.flops_32bit
+    depth = images * positions / work.apart
+    return max(seconds, transposed_kernel_s(depth, into, out, window, item, peak / 2))

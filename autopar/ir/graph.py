@@ -96,7 +96,8 @@ class OpSize:
     attention, attention-gradient:            heads of all sequences, queries, keys, head size
 
     `has_holes`: between the elements of a convolution's window. `is_exact`: 32-bit numbers that are
-    not rounded to fewer bits, as tensor cores do.
+    not rounded to fewer bits, as tensor cores do. `apart`: of a transposed convolution's kernel
+    gradient, the zeros that XLA leaves out: as many places of the image for each it reads.
     """
 
     kind: str
@@ -104,6 +105,7 @@ class OpSize:
     is_causal: bool = False
     has_holes: bool = False
     is_exact: bool = False
+    apart: int = 0
 
 
 @dataclass(frozen=True)

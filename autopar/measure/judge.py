@@ -5,8 +5,9 @@ of collectives; instructions start in XLA's order. A kernel takes what its produ
 and its traffic take (`autopar.measure.judge_kernels`). An array that was used a short while ago is
 still in the device's cache. An asynchronous collective runs from its start beside the kernels,
 after the collective before it, and its done waits for it. A loop runs its body as often as XLA
-says; a trip of several kernels is a CUDA graph, in which they start sooner. Of a shorter one, the
-host starts every kernel, ahead of the device: a step takes at least as long as that.
+says, or the user by `autopar.expected_trips`; a trip of several kernels is a CUDA graph, in which
+they start sooner. Of a shorter one, the host starts every kernel, ahead of the device: a step takes
+at least as long as that.
 
 What it does not see: kernels that share the device with each other or with a collective.
 """
@@ -27,6 +28,7 @@ from autopar.measure.judge_kernels import seconds as kernel_seconds
 from autopar.measure.judge_traffic import CACHE_BYTES, Work
 from autopar.runtime.hlo import CollectiveOp, read_collective
 from autopar.runtime.hlo_text import HloModule, Instruction
+from autopar.tracer.while_trips import expectations
 
 _FREE = frozenset(
     (
@@ -84,7 +86,7 @@ class Judgement:
     flops:       of all products and convolutions.
     links:       collectives by kind and place.
     kernels:     the longest first.
-    unknown_loops: names of loops whose trips XLA does not know; they count once.
+    unknown_loops: names of loops whose trips neither XLA knows nor the user says; they count once.
 
     The branches of a conditional are equally likely: times and counts are the mean, counts rounded
     up.
@@ -170,6 +172,7 @@ class _Judge:
         self.launch_s = LAUNCH_S
         self.host_launch_s = 0.0
         self.host_s = 0.0
+        self.num_expected = 0  # trips that the user says of the loops around this place
 
     def judge(self) -> Judgement:
         clock = self._run(self.module.entry, 1)
@@ -250,11 +253,14 @@ class _Judge:
         return None
 
     def _loop(self, one: Instruction, clock: _Streams, times: float) -> None:
-        trips = one.trips
-        if trips is None:
+        trips, expected = one.trips, expectations(one.op_name)
+        if trips is None and len(expected) > self.num_expected:
+            trips = expected[-1]
+        elif trips is None:
             self.unknown_loops.append(one.name)
             trips = 1
         outside = self.launch_s, self.host_launch_s
+        num_expected, self.num_expected = self.num_expected, len(expected)
         for name in one.called:
             self.launch_s, self.host_launch_s = self._launches(name)
             if trips > 1:  # the cache as the trip before leaves it
@@ -267,6 +273,7 @@ class _Judge:
             self._inline(inner, clock, trips)
             self._carry(name)
         self.launch_s, self.host_launch_s = outside
+        self.num_expected = num_expected
 
     def _launches(self, body: str) -> tuple[float, float]:
         """Seconds to start a kernel of a loop's body, on the device and on the host."""

@@ -92,7 +92,7 @@ def seconds(
     bandwidth = MEMORY * device.memory_bandwidth
     traffic_s = (work.num_bytes - cached_bytes + cached_bytes / CACHE_SPEED) / bandwidth
     lanes_s = work.lane_ops / (VECTOR_SHARE * VECTOR * device.flops_16bit)
-    parts = (work.products_s, traffic_s, lanes_s)
+    parts = (work.products_s, traffic_s, lanes_s, work.waits_s)
     if work.in_turn:
         parts = (sum(parts),)
     largest = max(parts)
@@ -199,17 +199,24 @@ def _product_s(
     depth = flops / 2 / prod(result.shape)
     sides = (left / depth / batch, right / depth / batch)
     is_wide = item_bytes(operands[0]) >= 4
-    extra = min(EXTRA_DEPTH[4 if is_wide else 2], max(depth, LEAST_EXTRA))
     splits = SPLITS if one.opcode == "custom-call" else (1,)
     rate = _product_rate(one, operands, depth, device)
+    extra = min(EXTRA_DEPTH[4 if is_wide else 2], max(depth, LEAST_EXTRA))
+    if _is_exact(one, operands):  # as long as a tensor core's, so fewer elements of lanes
+        extra *= rate / _peak(operands[0], device)
     return tiled_s(batch, *sides, depth, rate, extra, splits=splits)
+
+
+def _is_exact(one: Instruction, operands: Sequence[Instruction]) -> bool:
+    """Whether 32-bit numbers are multiplied as they are, not rounded to TF32."""
+    return item_bytes(operands[0]) >= 4 and _EXACT.search(one.attributes) is not None
 
 
 def _product_rate(
     one: Instruction, operands: Sequence[Instruction], depth: float, device: DeviceSpec
 ) -> float:
     item, rate = item_bytes(operands[0]), _peak(operands[0], device)
-    if item >= 4 and _EXACT.search(one.attributes):  # on lanes, which load numbers one by one
+    if _is_exact(one, operands):  # on lanes, which load numbers one by one
         return min(rate, 2 * VECTOR * device.flops_16bit)
     if item >= 4:
         rate *= LIBRARY_32BIT if one.opcode == "custom-call" else TRITON_32BIT
@@ -246,11 +253,11 @@ def _add_convolution(
         if len(window) == 1:
             work.lane_ops += ALONG_ONE * positions * features * groups
         return
-    if item >= 4 and _EXACT.search(one.attributes):
+    if _is_exact(one, operands):
         rate = min(rate, 2 * VECTOR * device.flops_16bit)
     per_image = positions / outputs.results[0].shape[labels["result"].index("b")]
-    has_holes = "rhs_dilate=" in one.attributes
-    if not (is_filter or is_input) and prod(window) > per_image and (has_holes or len(window) > 2):
+    is_wide = len(window) > 2 or per_image > 1  # at one place, it is a plain product
+    if not (is_filter or is_input) and prod(window) > per_image and is_wide:
         work.products_s += wide_window_s(positions, inputs, features, window, item, rate)
         return
     in_tiles_s = convolution_s(

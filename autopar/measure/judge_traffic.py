@@ -4,7 +4,9 @@ What is touched counts: of an operand that is only sliced, the slice (with a str
 between); of a buffer that is updated in place, the update. Rows that are gathered or scattered lie
 anywhere, each in lines of memory of its own. Sums in memory are atomic, and slower; what the
 hardware cannot combine by itself (numbers of 16 bits, and all but sums) is a loop of compare and
-swap for every element. A Fourier transform passes over its arrays (`ir.ffts`).
+swap for every element, and updates of the same row wait for each other: with few rows, that takes
+most of the time. Indices are taken to be spread evenly. A Fourier transform passes over its arrays
+(`ir.ffts`).
 
 The constants are from samples of single operations on an H200.
 """
@@ -31,6 +33,7 @@ _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the update
 _ATOMIC = 1.5  # traffic of sums in memory, as if it were so much more
 _SWAP_BYTES = 38.0  # per element, in a loop of compare and swap
+SWAP_S = 6e-6  # of an update, while others of its row wait; by profiled steps
 _LAYOUT = re.compile(r"\]\{(\d+)")
 _SLICE_SIZES = re.compile(r"slice_sizes=\{([\d,]*)\}")
 _UPDATE_WINDOW = re.compile(r"update_window_dims=\{([\d,]*)\}")
@@ -44,8 +47,9 @@ class Work:
     """products_s: of its tiles, at the device's rate. flops: of its products. lane_ops:
     instructions of vector lanes. sums_rows: whether it reduces along another dimension than that
     which is contiguous. reads: operand → bytes that are touched of it. written: bytes. scratch:
-    bytes of arrays that a library copies to another layout first. in_turn: whether its kinds of
-    work take turns in place of running side by side.
+    bytes of arrays that a library copies to another layout first. waits_s: of the updates of a row
+    one after the other. in_turn: whether its kinds of work take turns in place of running side by
+    side.
     """
 
     products_s: float = 0.0
@@ -55,6 +59,7 @@ class Work:
     reads: dict[str, float] = field(default_factory=dict)
     written: float = 0.0
     scratch: float = 0.0
+    waits_s: float = 0.0
     in_turn: bool = False
 
     @property
@@ -83,12 +88,13 @@ def plain_traffic(one: Instruction, module: HloModule, by_name: Named) -> Work:
         return Work(reads=reads, written=bytes_of(one))
     if (place := UPDATES.get(one.opcode)) is not None and len(one.operands) > place:
         update = by_name[one.operands[place]]
-        reads[one.operands[0]], written = 0.0, bytes_of(update)
+        reads[one.operands[0]], written, waits_s = 0.0, bytes_of(update), 0.0
         if one.opcode == "scatter":
             target = by_name[one.operands[0]]
             reads[one.operands[0]] = _combined_bytes(one, target, update)
             written = _scattered_bytes(one, target, update, module)
-        return Work(reads=reads, written=written)
+            waits_s = _waits_s(one, target, update, module)
+        return Work(reads=reads, written=written, waits_s=waits_s)
     if one.opcode == "fft":  # passes over both arrays
         found, kind = _FFT_LENGTHS.search(one.attributes), _FFT_KIND.search(one.attributes)
         lengths = [int(n) for n in found[1].split(",")] if found else [1]
@@ -108,6 +114,9 @@ def fusion_traffic(fusion: Instruction, module: HloModule, inner: Sequence[Instr
     outputs = [inside[n] for n in root.operands] if root.opcode == "tuple" else [root]
     work = Work(written=sum(_written_bytes(output, module, inside) for output in outputs))
     for one in inner:
+        if one.opcode == "scatter" and one.operands[0] in inside:
+            target, update = inside[one.operands[0]], inside[one.operands[UPDATES["scatter"]]]
+            work.waits_s += _waits_s(one, target, update, module)
         if one.opcode == "parameter":
             operand = fusion.operands[int(one.operands[0])]
             read = reads.bytes_of(one)
@@ -167,12 +176,26 @@ def _scattered_bytes(
     scatter: Instruction, target: Instruction, update: Instruction, module: HloModule
 ) -> float:
     """What a scatter writes, as plain traffic that takes as long."""
-    root = module.computations[scatter.called[0]][-1] if scatter.called else None
-    is_sum = root is None or root.opcode == "add"
-    if not is_sum or update.results[0].dtype in ("bf16", "f16"):
+    if _swaps(scatter, update, module):
         return _SWAP_BYTES * size_of(update)
     written = _ATOMIC * bytes_of(update) * _update_share(scatter, target, update)
     return written / CACHE_SPEED if bytes_of(target) <= CACHE_BYTES else written
+
+
+def _swaps(scatter: Instruction, update: Instruction, module: HloModule) -> bool:
+    """Whether it combines numbers in a loop of compare and swap."""
+    root = module.computations[scatter.called[0]][-1] if scatter.called else None
+    is_sum = root is None or root.opcode == "add"
+    return not is_sum or update.results[0].dtype in ("bf16", "f16")
+
+
+def _waits_s(
+    scatter: Instruction, target: Instruction, update: Instruction, module: HloModule
+) -> float:
+    """Of the updates that go to the same row, if indices are spread evenly over all rows."""
+    if not _swaps(scatter, update, module) or "unique_indices=true" in scatter.attributes:
+        return 0.0
+    return SWAP_S * max(0.0, size_of(update) / max(size_of(target), 1) - 1)
 
 
 class _Reads:

@@ -23,7 +23,8 @@ the copies that ragged products need.
 By data sheets, an op is priced by what it touches (`touched_bytes`), but that of an update by these
 kernels (`GraphTraffic.of_updates`): they are few, of many ops, which hand moments to one another.
 
-A kernel's arithmetic runs beside its traffic, so only what takes longer is charged, to the ops that
+A scatter of 16-bit numbers takes as long as the updates of a row, which wait for each other. A
+kernel's arithmetic runs beside its traffic, so only what takes longer is charged, to the ops that
 do it. In a tile that holds rows between two sums they take turns, so all of it is. An op is
 computed once for all who read its result at the same index, and again for each who reads it at
 another.
@@ -75,6 +76,7 @@ _PARTS = ("pad", "concatenate")  # every operand makes a part of the result
 _LANE_OPS_PER_BYTE = 5.0  # that a GPU does in the time of moving one byte
 _SMOOTH = 4.0  # the larger, the more the slower of arithmetic and traffic decides alone
 _GROUPED = 0.25  # of the lanes' rate, for convolutions in groups
+_SWAP_BYTES = 5e6  # scattered in the time of an update for which others of its row wait
 _SORTS = ("sort", "top_k", "argsort")
 _COMPARISON = 27.0  # instructions, of two elements of a row with what is sorted beside them
 _SINGLE_LOADS = 2.0  # bytes of a tile count so often if its rows are aligned to 2 bytes only
@@ -583,7 +585,9 @@ class _Kernels:
         size = node.passes * self.values[value].num_bytes
         is_narrow = self.values[value].dtype in ("bfloat16", "float16")
         if node.part_bytes is not None and node.name.startswith("scatter-") and is_narrow:
-            return node.part_bytes  # compared and swapped one by one, however small the array is
+            # Compared and swapped one by one, however small the array is.
+            per_row = node.part_bytes / max(self.values[value].num_bytes, 1)
+            return max(node.part_bytes, _SWAP_BYTES * max(0.0, per_row - 1))
         if node.part_bytes is not None and _is_in_place(node):
             # In place: it neither reads nor writes the rest of the array.
             size = min(size, node.part_bytes)

@@ -117,7 +117,10 @@ def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | N
             _dims_of(0, left[:1]),
             _dims_of(2, out[1:2]),
         )
-        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])), **traits)
+        # A convolution along one dimension has its zeros written out.
+        spread = prod(params["lhs_dilation"])
+        apart = 0 if spread == 1 else spread if len(out) > 3 else 1
+        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])), apart=apart, **traits)
     if prod(params["lhs_dilation"]) > 1:
         dims = (
             _dims_of(0, left[:1]),

@@ -1,10 +1,10 @@
 """The measured steps: names → `ZooStep`s with a batch for one GPU.
 
 Models have the width of real ones but few layers: a step takes 5 to 150 ms on an H200 and compiles
-in seconds. `HELD_OUT` (`unseen`) decides nothing: it was written down before any of its models was
-measured, and no constant of judge or planner may be chosen by its rows. Those of
-`FORMERLY_HELD_OUT` and `STUDIED` had that part before, one after the other; since the causes of
-their errors were looked for in their programs, they decide too.
+in seconds. `HELD_OUT` (`unmeasured`) decides nothing: it was written down before any of its models
+was measured, and no constant of judge or planner may be chosen by its rows. Those of
+`FORMERLY_HELD_OUT` and `STUDIED` (`unseen` among them) had that part before, one after the other;
+since the causes of their errors were looked for in their programs, they decide too.
 
 The three examples at real size are measured apart, as autopar runs them (`example_cases`).
 """
@@ -18,7 +18,8 @@ from importlib import import_module
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.judge_h200.unseen import UNSEEN
+from benchmarks.judge_h200.unmeasured import UNMEASURED
+from benchmarks.judge_h200.unseen import UNSEEN, Unseen
 from tests.zoo.program import Size, ZooStep, all_programs
 
 if TYPE_CHECKING:
@@ -150,12 +151,15 @@ STUDIED: dict[str, Callable[[bool], ZooStep]] = {
 }
 
 
-def _unseen(name: str, tiny: bool) -> ZooStep:
-    make, rows, small = UNSEEN[name]
+def _of_rows(step: Unseen, tiny: bool) -> ZooStep:
+    make, rows, small = step
     return make(2, **small) if tiny else make(rows)
 
 
-HELD_OUT: dict[str, Callable[[bool], ZooStep]] = {name: partial(_unseen, name) for name in UNSEEN}
+STUDIED |= {name: partial(_of_rows, step) for name, step in UNSEEN.items()}
+HELD_OUT: dict[str, Callable[[bool], ZooStep]] = {
+    name: partial(_of_rows, step) for name, step in UNMEASURED.items()
+}
 
 
 def all_cases() -> Iterator[Case]:
@@ -167,6 +171,7 @@ def all_cases() -> Iterator[Case]:
 
 # Steps with loops, whose programs autopar writes anew: their predicted times are of what it runs.
 LOOPS = (
+    *("micro-batches in a scan", "stacked layers", "translator", "corrected actors", "transport"),
     *("recurrent speech", "world model", "chunked state space", "actor and critics"),
     *("solver in the loop", "set detector", "neural ode", "rwkv", "sliding window", "transducer"),
     *("lstm", "mamba", "scanned llama", "linear attention", "branches", "ppo"),

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from autopar.measure.judge import judge
-from benchmarks.judge_h200.cases import STUDIED, Case, all_cases, example_cases
+from benchmarks.judge_h200.cases import STUDIED, Case, all_cases, example_cases, planned_cases
 from benchmarks.judge_h200.measuring import DEVICE, file_of, plan_on_h200
 from benchmarks.step_profile import Kernels, kernels_of
 
@@ -35,7 +35,7 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
     """The rows of `measure` with both figures. A program that the judge cannot read is an error
     (without a GPU, in a dry run, none is scheduled: those have no judgement)."""
     document = json.loads((folder / "rows.json").read_text())
-    cases = {case.name: case for case in (*all_cases(), *example_cases())}
+    cases = {case.name: case for case in (*all_cases(), *example_cases(), *planned_cases())}
     rows = []
     for row in document["rows"]:
         if "error" not in row:
@@ -50,7 +50,7 @@ def compare(folder: Path, *, tiny: bool = False, plans: bool = True) -> dict[str
 def predict(file: Path, *, tiny: bool = False) -> dict[str, Any]:
     """The document of an earlier `compare`, with steps planned by today's planner."""
     document = json.loads(file.read_text())
-    cases = {case.name: case for case in (*all_cases(), *example_cases())}
+    cases = {case.name: case for case in (*all_cases(), *example_cases(), *planned_cases())}
     for row in document["rows"]:
         if "error" not in row:
             row |= _planned(cases[row["name"]], tiny)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.cost.convolution_tiles import least_convolution_s
+from autopar.cost.convolution_tiles import least_convolution_s, transposed_kernel_s
 
 KINDS = ("forward", "input-gradient", "kernel-gradient")
 RATE, BYTE_S = 1e14, 1e-13
@@ -64,3 +64,15 @@ def test_more_is_never_cheaper(kind: str) -> None:
             here[place] *= factor
             times.append(least(kind, *here))
         assert times == sorted(times)
+
+
+def test_a_transposed_kernel_s_gradient_runs_the_whole_contraction_in_few_tiles() -> None:
+    def of(depth: float, into: int, out: int, item: int = 4) -> float:
+        return transposed_kernel_s(depth, into, out, 16, item, 1e14)
+
+    # 3 × 16 by 32 is one tile, 16 × 64 by 128 are eight: side by side.
+    assert of(1e6, 32, 3) == of(1e6, 128, 64) == pytest.approx(of(2e6, 32, 3) / 2, rel=1e-3)
+    assert of(1e6, 1024, 512) == pytest.approx(4 * of(1e6, 32, 3)), "512 tiles in four waves"
+    assert of(1e6, 32, 3, item=2) < of(1e6, 32, 3)
+    at_peak = 1e6 * 128 * 128 * 132 / 1e14
+    assert 2 * at_peak < of(1e6, 32, 3) < 3 * at_peak

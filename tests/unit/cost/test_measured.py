@@ -291,3 +291,19 @@ def test_long_steps_of_32_bit_products_run_at_a_lower_clock() -> None:
     (sample,) = [p for p in profile.products if p.dtype == "float32" and p.flops == 2 * 8192.0**3]
     took_s = measured_costs(profile).product_s("float32", 1, 8192, 8192, 8192)
     assert took_s == pytest.approx((1 + SUSTAINED_32BIT) * sample.time.seconds, rel=0.02)
+
+
+def test_small_products_begin_as_those_of_any_type_and_end_with_their_share_of_the_work() -> None:
+    """The H200's smallest sample of 32-bit products is 512 × 512 × 512."""
+    costs = measured_costs(find_profile("h200"))
+    begin_s, smallest_s = costs.least_product_s, costs.product_s("float32", 1, 512, 512, 512)
+    eighth_s = costs.product_s("float32", 1, 256, 256, 256)
+    assert smallest_s is not None and eighth_s is not None
+    assert begin_s < eighth_s < begin_s + (smallest_s - begin_s) / 4 < smallest_s
+    # Rows that no kernel loads whole slow what is between, not the beginning.
+    whole, odd = (costs.product_s("float32", 1, 256, 34, 256, rows) for rows in (16, 2))
+    assert whole is not None and odd is not None
+    slow = costs.slow_rows("float32", 2)
+    assert slow is not None
+    assert odd - begin_s == pytest.approx((whole - begin_s) * slow(1, 256, 34, 256), rel=0.05)
+    assert begin_s < whole < odd < 2 * whole

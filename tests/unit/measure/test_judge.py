@@ -134,6 +134,36 @@ def test_a_loop_runs_its_body_so_often() -> None:
     assert known.links_s == known.exposed_s == seconds(40)
     assert known.kernels[0].count == 5
     assert unknown.step_s == seconds(24) and unknown.unknown_loops == ("w",)
+    said = of(', metadata={op_name="jit(step)/expected_trips=20/expected_trips=3/while"}')
+    assert said.step_s == seconds(3 * 24) and not said.unknown_loops
+
+
+def test_what_is_said_of_a_loop_is_not_said_of_the_loops_in_it() -> None:
+    inner = computation(
+        "inner",
+        """%a = f32[8]{0} parameter(0)
+        ROOT %t = f32[8]{0} transpose(%a), dimensions={0}""",
+    )
+    scope = "jit(step)/expected_trips=4/while"
+
+    def of(name: str) -> Judgement:
+        body = computation(
+            "body",
+            f"""%a = f32[8]{{0}} parameter(0)
+            ROOT %v = f32[8]{{0}} while(%a), condition=%cond, body=%inner, """
+            f'metadata={{op_name="{name}"}}',
+        )
+        text = module(
+            f"""%p = f32[8]{{0}} parameter(0)
+            ROOT %w = f32[8]{{0}} while(%p), condition=%cond, body=%body, """
+            f'metadata={{op_name="{scope}"}}',
+            inner + body,
+        )
+        return judge(text, DEVICE)
+
+    once, both = of(f"{scope}/while"), of(f"{scope}/expected_trips=5/while")
+    assert once.unknown_loops == ("v",) and not both.unknown_loops
+    assert both.step_s == pytest.approx(5 * once.step_s)
 
 
 def chain(num_kernels: int, size: int = 1) -> str:

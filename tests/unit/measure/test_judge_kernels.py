@@ -257,6 +257,25 @@ def test_a_window_as_large_as_the_image_leaves_multiprocessors_idle(dtype: str) 
     assert found.products_s == pytest.approx(tile * MULTIPROCESSORS / (PRODUCTS * rate))
 
 
+def test_such_a_window_may_have_its_zeros_written_out() -> None:
+    """As along one dimension. At a single place, it is a plain product."""
+
+    def of(places: int) -> float:
+        left = f"f32[64,{24000 + places - 1},64]{{2,1,0}}"
+        found = work(
+            f"""%p = {left} parameter(0)
+            %q = f32[32,24000,64]{{2,1,0}} parameter(1)
+            ROOT %c = (f32[64,{places},32]{{2,1,0}}, u8[0]{{0}}) custom-call(%p, %q), """
+            "window={size=24000}, dim_labels=b0f_o0i->b0f, "
+            'custom_call_target="__cudnn$convForward"'
+        )
+        return found.products_s
+
+    tile = 2 * 128 * 128 * (24000 * 64 + CONVOLUTION_DEPTH) * MULTIPROCESSORS
+    assert of(4) == pytest.approx(tile / (PRODUCTS * WITH_HOLES[4] * DEVICE.flops_32bit))
+    assert of(1) < of(4) / 2
+
+
 def test_such_a_window_in_three_dimensions_is_slower_and_reads_no_blocks_of_channels() -> None:
     def of(channels: int) -> float:
         found = work(
@@ -409,6 +428,9 @@ def test_a_sort_compares_in_a_network() -> None:
 
 
 def test_exact_products_run_on_lanes() -> None:
+    """Their tiles begin and end as fast as those of tensor cores: fewer elements of a depth that
+    takes longer."""
+
     def of(precision: str) -> float:
         text = f"""%p = f32[1024,1024]{{1,0}} parameter(0)
         ROOT %d = f32[1024,1024]{{1,0}} dot(%p, %p), lhs_contracting_dims={{1}},
@@ -416,8 +438,10 @@ def test_exact_products_run_on_lanes() -> None:
         return work(text.replace("},\n", "}, ").replace("            rhs", "rhs")).products_s
 
     exact = of(", operand_precision={highest,highest}")
-    rounded = TRITON_32BIT * DEVICE.flops_32bit
-    assert exact == pytest.approx(of("") * rounded / (2 * VECTOR * DEVICE.flops_16bit))
+    rate = 2 * VECTOR * DEVICE.flops_16bit
+    extra = EXTRA_DEPTH[4] * rate / DEVICE.flops_32bit
+    assert exact == pytest.approx(tiled_s(1, 1024, 1024, 1024, rate, extra, splits=(1,)))
+    assert 0 < extra < EXTRA_DEPTH[4] / 5 and exact > 2 * of("")
 
 
 def test_other_calls_of_that_library_are_no_products() -> None:

@@ -16,8 +16,9 @@ from autopar.ir.ffts import (
     SCALED,
     SMOOTH,
 )
-from autopar.measure.judge_traffic import CACHE_SPEED
-from tests.unit.measure.made_up_kernels import fusion, work
+from autopar.measure.judge_kernels import seconds
+from autopar.measure.judge_traffic import CACHE_SPEED, SWAP_S, Work
+from tests.unit.measure.made_up_kernels import DEVICE, fusion, work
 
 FUSIONS = {
     "a slice of a large array": (
@@ -199,3 +200,26 @@ def test_a_long_chain_is_read_once() -> None:
     lines += [f"%a{n} = {array} negate(%a{n - 1})" for n in range(1, 3000)]
     lines.append(f"ROOT %r = {array} negate(%a2999)")
     assert fusion("\n".join(lines), array, array).num_bytes == 2 * 32
+
+
+def scatter(rows: int, updates: int, dtype: str = "bf16", ending: str = "") -> Work:
+    return work(
+        f"""%a = {dtype}[{rows},64]{{1,0}} parameter(0)
+        %i = s32[{updates}]{{0}} parameter(1)
+        %u = {dtype}[{updates},64]{{1,0}} parameter(2)
+        ROOT %s = {dtype}[{rows},64]{{1,0}} scatter(%a, %i, %u), update_window_dims={{1}}, """
+        f"to_apply=%add{ending}"
+    )
+
+
+def test_updates_of_a_row_wait_for_each_other_where_numbers_are_swapped() -> None:
+    assert scatter(32, 8192).waits_s == pytest.approx(255 * SWAP_S)
+    assert scatter(8192, 8192).waits_s == scatter(32, 8192, "f32").waits_s == 0
+    assert scatter(32, 8192, ending=", unique_indices=true").waits_s == 0
+    assert seconds(scatter(32, 8192), 0.0, DEVICE) > 255 * SWAP_S
+    inner = """%a = bf16[32,64]{1,0} parameter(0)
+        %i = s32[8192]{0} parameter(1)
+        %u = bf16[8192,64]{1,0} parameter(2)
+        ROOT %s = bf16[32,64]{1,0} scatter(%a, %i, %u), update_window_dims={1}, to_apply=%add"""
+    arrays = "bf16[32,64]{1,0}", "bf16[32,64]{1,0}", "s32[8192]{0}", "bf16[8192,64]{1,0}"
+    assert fusion(inner, *arrays).waits_s == scatter(32, 8192).waits_s
