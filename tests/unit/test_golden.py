@@ -35,7 +35,10 @@ UPDATE = "if this is meant, run again with AUTOPAR_UPDATE_GOLDEN=1 and explain t
 def solve(name: str, pins: dict[str, PartitionSpec] | None = None) -> autopar.ShardingSolution:
     example = build(name)
     state, batch = example.abstract_state(), example.abstract_batch()
-    options = autopar.ShardingOptions(pins=pins or {})
+    # Searched to the end, however slow the machine is.
+    options = autopar.ShardingOptions(
+        pins=pins or {}, planning_time_s=None, solver_time_limit_s=600
+    )
     return autopar.solve_sharding(example.train_step, state, batch, mesh=MESH, options=options)
 
 
