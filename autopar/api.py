@@ -68,6 +68,7 @@ from autopar.sharding.refit import (
     with_correction,
 )
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
+from autopar.tracer.jax_settings import outside_of_mesh, trace_settings
 from autopar.tracer.trace import DEFAULT_BATCH, StepOptions, step_and_options
 from autopar.tracer.users_names import use_users_names
 from autopar.tracer.while_trips import SCOPE
@@ -160,7 +161,13 @@ class ParallelFunction:
         apart = split_objects(args, kwargs, self._options.static_argnums)
         args, kwargs = _without_values((apart.args, apart.kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
-        key = (call.treedef, call.static, call.static_args, session.current().plan_key)
+        key = (
+            call.treedef,
+            call.static,
+            call.static_args,
+            trace_settings(),
+            session.current().plan_key,
+        )
         known = self._plans.setdefault(key, [])
         types = _types(call.leaves)
         planned = next((p for p in known if _types_of(p.traced.avals) == types), None)
@@ -284,10 +291,13 @@ class ParallelFunction:
         return [entry for key, entries in known[::-1] if key[-1] == now for entry in entries]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._takes_objects:
-            apart = split_objects(args, kwargs, self._options.static_argnums)
-            return update_objects(apart, self._run(apart.args, apart.kwargs))
-        return update_objects(NO_OBJECTS, self._run(args, kwargs))
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._fn(*args, **kwargs)  # line by line, as under `jax.jit`
+        with outside_of_mesh():
+            if self._takes_objects:
+                apart = split_objects(args, kwargs, self._options.static_argnums)
+                return update_objects(apart, self._run(apart.args, apart.kwargs))
+            return update_objects(NO_OBJECTS, self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on arguments without nnx objects; returns results without them."""
@@ -298,8 +308,9 @@ class ParallelFunction:
         else:
             values, dynamic = (), args
         leaves, treedef = tree_flatten((dynamic, kwargs))
+        key = (treedef, values, trace_settings(), session.current().key)
         try:
-            entries = self._entries.get((treedef, values, session.current().key))
+            entries = self._entries.get(key)
         except TypeError:  # an unhashable static argument: flatten_call reports it
             entries = None
         for planned, executable in entries or ():
@@ -312,7 +323,7 @@ class ParallelFunction:
                 continue
             self.last_planned, self.last_executable = planned, executable
             return planned.traced.rebuild_output(results)
-        return self._first_call(args, kwargs, (treedef, values, session.current().key))
+        return self._first_call(args, kwargs, key)
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         if not self._takes_objects and has_objects((args, kwargs)):

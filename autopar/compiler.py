@@ -75,6 +75,7 @@ from autopar.stages.auto import AutoTask, plan_automatically
 from autopar.stages.bind_pipeline import bind_pipeline
 from autopar.stages.following import bind_made, plan_following
 from autopar.stages.plan_pipeline import plan_pipeline
+from autopar.tracer.jax_settings import outside_of_mesh
 from autopar.tracer.trace import StepOptions
 
 require_packages("pulp", "scipy")  # named before any work is done
@@ -114,7 +115,12 @@ def plan_step(
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         planning = f"planning {name}"
-        with Progress(planning), logged(planning), paused_garbage_collector():
+        with (
+            outside_of_mesh(),
+            Progress(planning),
+            logged(planning),
+            paused_garbage_collector(),
+        ):
             with log.timed("trace"):
                 source = StepSource.of(fn, args, kwargs, options or StepOptions())
             task = _Task(source, cluster, method, mesh, one_mesh, log, started_s)

@@ -27,6 +27,7 @@ from jax.core import ShapedArray
 from autopar import _jax
 from autopar.errors import TraceError
 from autopar.ir.program import Constant, Equation, Operand, Program
+from autopar.rewrite.row_ties import has_ties
 
 
 class BatchDependence(Enum):
@@ -339,9 +340,17 @@ def output_dependence(
 
 
 def picks_rows(equation: Equation) -> TraceError:
-    return TraceError(
-        f"{equation.source_line}: {equation.name} takes or places particular rows of the batch, or "
-        "compares rows by their place, and other rows depend on it, which has no meaning for a "
-        "micro-batch. Compute it from a sum, mean or maximum over the batch, or outside of the "
-        "step, or use num_micro_batches=1."
-    )
+    is_known = equation.bodies or has_ties(equation.name) or equation.name in COMBINED_BY
+    if is_known:
+        what = (
+            "takes or places particular rows of the batch, or compares rows by their place, and "
+            "other rows depend on it, which has no meaning for a micro-batch. Compute it from a "
+            "sum, mean or maximum over the batch, or outside of the step, or use"
+        )
+    else:
+        what = (
+            "makes something of rows of the batch that other rows depend on, and autopar does not "
+            "look into it: it may be no sum over rows, and a micro-batch has only some. Write it "
+            "with other operations, such as einsums for a shard_map, or use"
+        )
+    return TraceError(f"{equation.source_line}: {equation.name} {what} num_micro_batches=1.")

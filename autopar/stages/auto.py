@@ -497,7 +497,7 @@ def _possible_numbers(task: AutoTask) -> list[int]:
         return [int(task.method.num_micro_batches)]
     shapes = [task.source.whole.avals[i].shape for i in task.source.whole.batch]
     rows = max((shape[0] for shape in shapes if shape), default=1)
-    return [2**k for k in range(rows.bit_length())]
+    return [2**k for k in range(max(1, rows.bit_length()))]
 
 
 def _with_notes(

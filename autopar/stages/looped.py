@@ -206,7 +206,7 @@ def first_micro_batches(step: TracedStep, cluster: ClusterSpec, budget: float = 
         most = max(most, rows // cluster.devices_per_host)
     num_stages = min(max(2, cluster.num_hosts), _MOST_STAGES)
     wanted = min(most, max(4 * num_stages, needed))
-    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0] or [1]  # of no rows
     return min(divisors, key=lambda n: abs(n - wanted))
 
 

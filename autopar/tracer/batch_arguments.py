@@ -3,7 +3,8 @@
 `batch_argnums` names the arguments, and then nothing is searched. Otherwise the batch is argument 1
 and every other argument with as many rows that goes along with it. State, which returns updated,
 and objects that the step updates in place are never batch; nor is argument 0 of a function that
-returns no state.
+returns no state. An argument 1 that the step returns as it came, beside state, is batch if no other
+argument may be.
 
 The number of rows does not tell a label from a table that happens to be as long as the batch, but
 the traced operators do. Dimensions that an operator can only split together are tied. Other rows
@@ -70,7 +71,7 @@ def _found_batch(step: TracedStep, zeroth: int | str, first: int | str) -> tuple
     if first in rows:
         rows = {first: rows[first], **rows}
     if not rows:
-        return _leaves_of(step, first)
+        return _returned_batch(step, first) or _leaves_of(step, first)
     anchor = next(iter(rows))
     if len(rows) == 1:
         return _of_anchor(step, rows, anchor, first)
@@ -95,6 +96,18 @@ def _rows_by_argument(step: TracedStep) -> dict[int | str, list[int]]:
         if owner not in state and index not in call.in_objects and aval.shape and not is_key:
             found.setdefault(owner, []).append(index)
     return found
+
+
+def is_returned(step: TracedStep, index: int, output: int) -> bool:
+    """Whether an input is a result of the step as it came."""
+    return step.program.outputs[output] == step.program.inputs[index]
+
+
+def _returned_batch(step: TracedStep, owner: int | str) -> tuple[int, ...]:
+    """The arrays of an argument that looks like state only since the step returns it as it came."""
+    own = [pair for pair in step.state if step.call.argument[pair[0]] == owner]
+    others = len(own) < len(step.state)
+    return tuple(i for i, _ in own) if others and all(is_returned(step, *p) for p in own) else ()
 
 
 def _leaves_of(step: TracedStep, owner: int | str) -> tuple[int, ...]:

@@ -20,10 +20,11 @@ from autopar.ir.objects.equinox_modules import has_equinox_module, is_array
 from autopar.ir.objects.nnx import run_pure
 from autopar.ir.program import Program
 from autopar.ir.traced_step import FlatCall, KeyPath, StaticLeaf, StaticLeaves, TracedStep
-from autopar.tracer.batch_arguments import AUTO, batch_inputs
+from autopar.tracer.batch_arguments import AUTO, batch_inputs, is_returned
 from autopar.tracer.flat_call import argument_names, flatten_call, is_array_leaf
 from autopar.tracer.flatten import flatten_jaxpr
 from autopar.tracer.input_roles import donated_inputs, match_state
+from autopar.tracer.jax_settings import within_users_mesh
 from autopar.tracer.users_names import use_users_names
 
 
@@ -78,7 +79,10 @@ def trace_step(
     )
     if batch is None:
         batch = batch_inputs(step, argument_names(fn), batch_argnums)
-    return replace(step, batch=batch)
+    state = tuple(
+        pair for pair in step.state if pair[0] not in batch or not is_returned(step, *pair)
+    )
+    return replace(step, batch=batch, state=state)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ def _trace(
 
     flat_fn.__name__ = flat_fn.__qualname__ = name
     try:
-        traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
+        with within_users_mesh():
+            traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
     except Exception as error:
         use_users_names(error, call.paths, flat_fn, fn)
         raise

@@ -827,3 +827,12 @@ def test_what_is_counted_beside_rows_is_counted_once(key: Any, stages: int) -> N
 def test_a_batch_without_rows_is_an_error():
     with pytest.raises(MeshError, match="batch dimension is 0, so there are no rows"):
         accumulated(sgd(mean_loss), W, X[:0])
+
+
+def test_the_error_of_an_operation_that_nobody_looks_into_says_so():
+    """Its gradient is a sum over rows, which only its inside tells."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+    product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    with pytest.raises(TraceError, match=r"test_accumulate\.py.*shard_map .*not look into it"):
+        accumulated(sgd(lambda w, x: jnp.mean(jnp.sin(product(jnp.sin(x @ w), w.T)))), W, X)

@@ -115,3 +115,16 @@ def test_what_recomputes_more_than_meant_is_tried_with_half_the_rows(
     assert plan.num_micro_batches == plain.num_micro_batches
     can_halve = ROWS // plain.num_micro_batches > 2  # two rows are needed
     assert (2 * plain.num_micro_batches in searched) == can_halve
+
+
+@pytest.mark.parametrize("method", ["auto", "pipeline"])
+def test_a_batch_without_rows_is_planned_as_one(method: str) -> None:
+    """As `jax.jit` compiles it: the last batch of a data set may be empty."""
+
+    def step(weights: Any, batch: Any) -> tuple[Any, Any]:
+        loss, grads = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(batch @ w)))(weights)
+        return weights - 0.1 * grads, loss
+
+    weights, batch = (jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((64, 64), (0, 64)))
+    plan = autopar.plan(step, weights, batch, cluster=cluster(1e9), method=method)
+    assert plan.num_micro_batches == 1

@@ -134,7 +134,11 @@ def test_positions_win() -> None:
 )
 def test_micro_batches_equal_the_whole_batch(name: str) -> None:
     loss, rest, _ = CASES[name]
-    step = step_of(loss)
+    check_results(step_of(loss), *rest)
+
+
+def check_results(step: Callable[..., Any], *rest: Any) -> None:
+    """Two micro-batches give what `jax.jit` gives."""
     method = autopar.ShardParallel((4,), num_micro_batches=2)
     got = autopar.parallelize(step, method=method, donate_argnums=())(PARAMS, *rest)
     jax.tree.map(
@@ -166,3 +170,26 @@ def test_positions_are_taken_as_they_are() -> None:
     given = autopar.parallelize(step, batch_argnums=(1,)).plan(*args)
     batches = [[one.path for one in plan.inputs if one.role == "batch"] for plan in (found, given)]
     assert [len(paths) for paths in batches] == [2, 1]
+
+
+def test_a_batch_that_returns_as_it_came_is_no_state() -> None:
+    """It may be cut into micro-batches. Arguments that are frozen stay state beside a batch."""
+    train = step_of(distance)
+
+    def step(params: Any, batch: Any) -> Any:
+        params, loss = train(params, batch["x"], batch["y"])
+        return params, loss, batch
+
+    batch = {"x": floats(16, D), "y": floats(16, D)}
+    check_results(step, batch)
+    traced = trace_step(step, (PARAMS, batch))
+    assert [traced.call.paths[i] for i in traced.batch] == ["batch['x']", "batch['y']"]
+    assert not set(traced.batch).intersection(i for i, _ in traced.state)
+
+    def frozen(params: Any, first: Any, x: Any) -> Any:
+        params, loss = train(params, x @ first["w"] + first["b"], x)
+        return params, first, loss
+
+    traced = trace_step(frozen, (PARAMS, PARAMS, floats(16, D)))
+    assert [traced.call.paths[i] for i in traced.batch] == ["x"]
+    assert len(traced.state) == 4
