@@ -44,9 +44,10 @@ from autopar.stages.auto_task import (
     one_mesh_s,
     recomputed_s,
 )
-from autopar.stages.choose_stages import device_budget, loop_graph
+from autopar.stages.choose_stages import device_budget
 from autopar.stages.expected_work import LOOP
 from autopar.stages.looped import batch_rows, first_micro_batches, launch_s
+from autopar.stages.table_maker import loop_graph
 
 # Stage programs that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6

@@ -1,10 +1,8 @@
 """Which stages a pipeline has: from a looped step to the best stages on submeshes, by tables.
 
 graph   the looped step → Graph
-tables  Graph, submeshes → costs of every layer on each           (stages.layer_tables)
-search  tables → the best few pipelines, and what was considered  (stages.stage_search)
-
-On many devices, the search skips what a plan at hand shows to be useless (stages.pruning).
+tables  Graph, submeshes → costs of every layer on each           (stages.table_maker)
+search  tables → the best few pipelines, and what was considered  (stages.worthwhile)
 """
 
 from __future__ import annotations
@@ -17,27 +15,18 @@ import numpy as np
 
 from autopar.cost.measured import min_work_s
 from autopar.errors import MemoryBudgetError
-from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
 from autopar.ir.traced_step import TracedStep
-from autopar.ir.xla_options import hides_latency
 from autopar.methods import AutoStages, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.rewrite.attach_layers import boundary_bytes
-from autopar.sharding.constraints import (
-    forbidden_collectives,
-    method_constraints,
-    solver_constraints,
-)
 from autopar.sharding.deadline import Deadline
-from autopar.sharding.layout_constraints import LayoutConstraints
-from autopar.sharding.memory_budget import corrected, memory_budget, state_floor
-from autopar.sharding.memory_limits import memory_by_rows
-from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
+from autopar.sharding.memory_budget import memory_budget, state_floor
+from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
-from autopar.stages.expected_work import BENCH, GRAPH, TABLES
-from autopar.stages.layer_tables import PRICES, mesh_shapes, node_places, stage_tables
+from autopar.stages.expected_work import TABLES
+from autopar.stages.layer_tables import mesh_shapes
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s, stacks_by_layer
 from autopar.stages.micro_batches import (
     candidate_micro_batches,
@@ -46,19 +35,13 @@ from autopar.stages.micro_batches import (
     scaled_setting,
     scaled_tables,
 )
-from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes
 from autopar.stages.table_bench import TableBench
+from autopar.stages.table_maker import TableMaker, table_maker
+from autopar.stages.worthwhile import SEARCH_SHARE, search_priced, search_tables, search_worthwhile
 
-# From so many devices on, the search looks only at what can be part of a better plan than one at
-# hand.
-MANY_DEVICES = 128
-# Prices of memory are not worked out for a gain below this.
-_LITTLE = 0.005
-# Share of the time left for one search of the tables.
-_SEARCH = 0.25
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
 # Micro-batches of fewer rows than a host has devices must promise this much: tables know little.
@@ -79,6 +62,7 @@ class StageSearch:
     tables, setting: what was searched.
     excess:  submesh -> how much more than in tables stages take there (see `calibrate`).
     plain:   (submesh, mesh shape, recomputed) -> the table at which memory has no price.
+    maker:   makes tables that save memory, for whoever searches with less; None for scaled tables.
     """
 
     choice: PipelineChoice | None
@@ -88,6 +72,7 @@ class StageSearch:
     setting: Setting | None = None
     excess: Mapping[Submesh, float] = field(default_factory=dict)
     plain: Mapping[tuple[Submesh, tuple[int, ...], bool], LayerTable] = field(default_factory=dict)
+    maker: TableMaker | None = None
 
     @property
     def within(self) -> Setting:
@@ -123,38 +108,37 @@ def choose_stages(
         num_different = min(_MOST_DIFFERENT, step.program.num_equations())
         expected_s = _SECONDS_PER_EQUATION * num_meshes * num_different
         log.processes.start(TableBench.__module__, expected_s)
-    maker = _table_maker(looped, step, method.options, cluster, log)
+    maker = table_maker(looped, step, method.options, cluster, log)
     all_of_it = _setting(looped, method, cluster)
     setting = within_less(all_of_it, excess or {})
     with log.measured(TABLES):
-        if cluster.num_devices < MANY_DEVICES:
-            tables = maker.tables(submeshes)
-            with log.timed("search"):
-                choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
-        else:
-            tables, choice, report = _search_many(looped, setting, submeshes, maker)
+        tables, choice, report = search_worthwhile(looped, setting, submeshes, maker)
     while maker.late and not _uses_all(choice, cluster) and (to_the_end or log.deadline.allows()):
         tables = [*tables, *maker.tables([maker.late.pop()])]  # the largest, or else the smallest
         with log.timed("search"):
-            choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
+            choice, report = search_stages(
+                tables, setting, deadline=log.deadline.part(SEARCH_SHARE)
+            )
     log.search = report
     log.axis_costs = maker.bench.cost_by_last_axis()
+    maker.bench.problems.clear()  # large, and soon made again
     return StageSearch(
-        choice, report, None, tables, all_of_it, dict(excess or {}), maker.bench.plain
+        choice, report, None, tables, all_of_it, dict(excess or {}), maker.bench.plain, maker
     )
 
 
 def search_within(
     search: StageSearch, excess: Mapping[Submesh, float], log: PlanningLog
 ) -> StageSearch:
-    """The same tables searched once more, with the budget of a submesh divided by its excess."""
+    """The same tables searched once more, with the budget of a submesh divided by its excess, and
+    with tables that save memory where they are of use now."""
     search = replace(search, excess=dict(excess))
-    with log.timed("search"):
-        choice, report = search_stages(
-            search.tables, search.within, deadline=log.deadline.part(_SEARCH)
-        )
+    choice, report, _ = search_tables(search.tables, search.within, log)
+    tables = search.tables
+    if search.maker is not None:
+        tables, choice, report = search_priced(tables, search.within, search.maker, choice, report)
     log.search = report
-    return replace(search, choice=choice, report=report)
+    return replace(search, choice=choice, report=report, tables=tables)
 
 
 def within_less(setting: Setting, excess: Mapping[Submesh, float]) -> Setting:
@@ -175,7 +159,9 @@ def with_another(looped: LoopedStep, search: StageSearch, log: PlanningLog) -> S
     """The search with stages of another number of micro-batches, if they promise to be better."""
     setting, choice = search.within, search.choice
     with log.timed("search"):
-        other = _other_number(looped, search.tables, setting, choice, log.deadline.part(_SEARCH))
+        other = _other_number(
+            looped, search.tables, setting, choice, log.deadline.part(SEARCH_SHARE)
+        )
     if other is None or other.num_micro_batches == setting.num_micro_batches:
         return search
     promises = choice is None or other.step_s < choice.step_s * (1 - WORTH_ANOTHER)
@@ -195,6 +181,7 @@ def at_another(search: StageSearch) -> StageSearch:
         tables=scaled_tables(search.tables, setting, other.num_micro_batches),
         setting=scaled_setting(setting, other.num_micro_batches),
         plain={},
+        maker=None,
     )
 
 
@@ -202,89 +189,6 @@ def _uses_all(choice: PipelineChoice | None, cluster: ClusterSpec) -> bool:
     if choice is None:
         return False
     return sum(prod(stage.submesh) for stage in choice.stages) == cluster.num_devices
-
-
-# -- tables
-
-
-@dataclass(frozen=True)
-class _TableMaker:
-    """Makes the tables of a looped step: what all submeshes share is worked out once."""
-
-    step: TracedStep
-    has_backward: bool
-    options: ShardingOptions
-    cluster: ClusterSpec
-    log: PlanningLog
-    graph: Graph
-    constraints: LayoutConstraints
-    bench: TableBench
-    late: list[Submesh] = field(default_factory=list)  # for which there was no time
-
-    def tables(
-        self, submeshes: Sequence[Submesh], prices: Sequence[float] = PRICES
-    ) -> list[LayerTable]:
-        step, method = self.step, ShardParallel(options=self.options)
-        remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
-        with self.log.timed("tables"), paused_garbage_collector():
-            made = stage_tables(
-                self.graph,
-                self.bench.places,
-                self.cluster,
-                submeshes,
-                step.num_micro_batches,
-                constraints=lambda mesh: solver_constraints(
-                    self.graph, step, mesh, method, self.constraints
-                ),
-                forbidden=forbidden_collectives(self.options),
-                prices=prices,
-                remat=remat if self.has_backward else (False,),
-                bench=self.bench,
-                log=self.log,
-                late=self.late,
-            )
-        self.log.ideal_s = self.bench.device_s / self.cluster.num_devices
-        return made
-
-
-def _table_maker(
-    looped: LoopedStep,
-    step: TracedStep,
-    options: ShardingOptions,
-    cluster: ClusterSpec,
-    log: PlanningLog,
-) -> _TableMaker:
-    """`step`: the looped step, with or without its stacks split over layers."""
-    graph = loop_graph(step, options, cluster, log)
-    constraints = method_constraints(step, ShardParallel(options=options))
-    with log.measured(BENCH), paused_garbage_collector():
-        with log.timed("graph"):
-            places = node_places(graph, step, looped.attached)
-        with log.timed("tables"):
-            folded = log.folds.of(graph, fold=options.fold_layers)
-            bench = TableBench(graph, places, step.num_micro_batches, folded, options.solver)
-    return _TableMaker(step, looped.has_backward, options, cluster, log, graph, constraints, bench)
-
-
-def loop_graph(
-    step: TracedStep, options: ShardingOptions, cluster: ClusterSpec, log: PlanningLog
-) -> Graph:
-    """The graph of a step as a loop over micro-batches. The log keeps what it tells of the memory
-    that other numbers take."""
-    with log.timed("graph"), log.measured(GRAPH), paused_garbage_collector():
-        graph = log.graphs.of(
-            step,
-            overlaps=hides_latency(options.xla_options),
-            instructions_per_byte=cluster.instructions_per_byte,
-            in_stages=True,
-        )
-        check_graph(graph)
-        if log.memory is None:
-            number = step.num_micro_batches
-            log.memory = memory_by_rows(
-                corrected(graph, step, ShardParallel(options=options)), number, cluster.num_devices
-            )
-    return graph
 
 
 # -- another number of micro-batches
@@ -332,76 +236,6 @@ def _lacks_memory(looped: LoopedStep, setting: Setting, choice: PipelineChoice) 
         stage.remat or stage.peak_bytes > FULL * setting.budget_bytes(stage.submesh)
         for stage in choice.stages
     )
-
-
-# -- many devices
-
-
-def _search_many(
-    looped: LoopedStep, setting: Setting, submeshes: Sequence[Submesh], maker: _TableMaker
-) -> tuple[list[LayerTable], PipelineChoice | None, SearchReport]:
-    """(tables, the best stages, what was considered): plans found on large submeshes rule out
-    small ones, and prices of memory are worked out only where memory may be short."""
-    cluster, num_layers = setting.cluster, len(looped.layers)
-    flops = [setting.num_micro_batches * layer for layer in looped.layer_flops]
-    least_s = min_times(flops, lambda work: min_work_s(cluster, work))
-    even = cluster.num_devices / num_layers
-    large = [s for s in submeshes if prod(s) >= even] or list(submeshes)
-    tables = maker.tables(large, prices=())
-    known_s = _search_tables(tables, setting, maker.log)[2]
-    small = [s for s in submeshes if s not in large]
-    slow = too_slow_submeshes(small, least_s, num_layers, known_s)
-    tables += maker.tables([s for s in small if s not in slow], prices=())
-    choice, report, known_s = _search_tables(tables, setting, maker.log)
-    lacking = set()
-    if _is_short_of_memory(tables, setting, maker.log):
-        lacking = {
-            table.submesh
-            for table in tables
-            if not table.remat and may_lack_memory(table, setting, least_s, known_s)
-        }
-    if lacking:
-        priced = maker.tables([s for s in submeshes if s in lacking])
-        made = {(table.submesh, table.mesh_shape) for table in priced}
-        tables = [t for t in tables if (t.submesh, t.mesh_shape) not in made] + priced
-        choice, report, _ = _search_tables(tables, setting, maker.log)
-    return tables, choice, replace(report, notes=(*report.notes, *_left_out(slow)))
-
-
-def _search_tables(
-    tables: Sequence[LayerTable], setting: Setting, log: PlanningLog
-) -> tuple[PipelineChoice | None, SearchReport, float]:
-    """(the best stages, what was considered, the step time if they use all devices)."""
-    with log.timed("search"):
-        choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
-    if choice is None:
-        return None, report, inf
-    used = sum(prod(stage.submesh) for stage in choice.stages)
-    return choice, report, choice.step_s if used == setting.cluster.num_devices else inf
-
-
-def _is_short_of_memory(tables: Sequence[LayerTable], setting: Setting, log: PlanningLog) -> bool:
-    """Whether tables that save memory may help. These are the cheapest ones, so no pipeline takes
-    less than their best without a budget; a pipeline that is as good and leaves some room shows
-    that memory is no reason for others."""
-    with log.timed("search"):
-        deadline = log.deadline.part(_SEARCH)
-        free = search_stages(tables, replace(setting, memory_budget=inf), deadline=deadline)[0]
-        if free is None or not deadline.allows():
-            return True
-        less = within_less(setting, {table.submesh: 1 / FULL for table in tables})
-        fitting = search_stages(tables, less, cutoff_s=(1 + _LITTLE) * free.step_s)[0]
-    return fitting is None or fitting.step_s > (1 + _LITTLE) * free.step_s
-
-
-def _left_out(submeshes: Sequence[Submesh]) -> list[str]:
-    if not submeshes:
-        return []
-    shapes = ", ".join(f"{hosts}×{devices}" for hosts, devices in submeshes)
-    return [
-        f"Submeshes {shapes} were left out: one layer on one of them, at full speed, would take as "
-        "long as the whole step of the plan that was found."
-    ]
 
 
 # -- memory

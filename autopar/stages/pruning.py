@@ -13,9 +13,7 @@ from math import prod
 
 import numpy as np
 
-from autopar.ir.stages import LayerTable, Submesh
-from autopar.stages.ranges import Ranges, Setting
-from autopar.stages.stage_search import most_in_flight
+from autopar.ir.stages import Submesh
 
 MinTime = Callable[[int, int, int], float]
 
@@ -29,23 +27,6 @@ def too_slow_submeshes(
         return min(min_s(k, k + 1, prod(submesh)) for k in range(num_layers))
 
     return [submesh for submesh in submeshes if lightest_s(submesh) >= step_s]
-
-
-def may_lack_memory(table: LayerTable, setting: Setting, min_s: MinTime, step_s: float) -> bool:
-    """Whether some stage that can be part of a better plan may not fit under this table. If none,
-    shardings that save memory are of no use there."""
-    ranges = Ranges([table], setting)
-    num_layers, size = ranges.num_layers, prod(table.submesh)
-    for first in range(num_layers):
-        for end in range(first + 1, num_layers + 1):
-            if min_s(first, end, size) >= step_s:
-                break
-            # Up to as many stages as there are other layers may surround it.
-            in_flight = most_in_flight(setting, num_layers - (end - first) + 1)
-            budget = setting.budget_bytes(table.submesh)
-            if ranges.peak_bytes(0, first, end, in_flight) > budget:
-                return True
-    return False
 
 
 def min_times(flops: Sequence[float], seconds_of: Callable[[float], float]) -> MinTime:

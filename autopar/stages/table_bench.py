@@ -134,9 +134,10 @@ class TableBench:
             self.problems[submesh, mesh.shape] = problem
         terms = self.terms_of(problem)
         pricer = Pricer(problem, terms)
-        limit = pricer.limit(*terms.priced_bytes(job.num_in_flight))
-        unit = objective / max(limit.value(first), 1.0)
-        choices = {0.0: first}
+        limit, unit, choices = Limit({}, {}), 0.0, {0.0: first}
+        if job.prices and mesh.num_devices > 1:
+            limit = pricer.limit(*terms.priced_bytes(job.num_in_flight))
+            unit = objective / max(limit.value(first), 1.0)
         for share in job.prices if mesh.num_devices > 1 else ():
             penalised = problem.pairwise.copy()
             limit.add_to(penalised, share * unit)
