@@ -33,6 +33,7 @@ from autopar.rewrite.product_orders import order_products
 from autopar.rewrite.remat import with_remat
 from autopar.rewrite.rows_by_index import slice_rows
 from autopar.rewrite.scan_residuals import thin_scans
+from autopar.rewrite.select_branches import select_branches
 from autopar.rewrite.single_microbatch import loop_single_microbatch
 from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.tracer.trace import StepOptions, trace
@@ -90,13 +91,13 @@ class StepSource:
 
     def as_loop(self, num_micro_batches: int) -> TracedStep:
         if num_micro_batches not in self._loops:
-            whole = self._unrolled
+            whole = select_branches(self._unrolled)
             if num_micro_batches == 1:
                 loop = _finished(loop_single_microbatch(whole))
-            elif whole is self.whole:  # no scans
+            elif whole is self.whole:  # no scans, and no light branches
                 loop = self._recomputing((), num_micro_batches)
             else:
-                micro = unroll_scans(self.micro_batch(num_micro_batches))
+                micro = select_branches(unroll_scans(self.micro_batch(num_micro_batches)))
                 loop = _finished(accumulate(whole, micro, num_micro_batches))
             self._loops[num_micro_batches] = loop
         return self._loops[num_micro_batches]

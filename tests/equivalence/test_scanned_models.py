@@ -64,6 +64,8 @@ def test_as_on_one_device(name: str, method: str) -> None:
     plan = parallel.last_executable.plan
     if method.startswith("stages"):
         check_stacks(plan, model)
+        check_rows_held(plan, state, model)
+        check_live_bytes(parallel, model)
 
 
 def check_stacks(plan: autopar.ParallelPlan, model: Scanned) -> None:
@@ -75,3 +77,33 @@ def check_stacks(plan: autopar.ParallelPlan, model: Scanned) -> None:
     assert bool(stacked) == bool(model.stacks)
     assert not [t.path for t in stacked if t.split is None]
     assert not plan.warnings
+
+
+def check_rows_held(plan: autopar.ParallelPlan, state: Any, model: Scanned) -> None:
+    """A device holds bytes of a stack for the rows of its own stage alone."""
+    by_path = {
+        f"state{jax.tree_util.keystr(path)}": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    split = [t for t in plan.inputs if t.split is not None and t.path in by_path]
+    assert bool(split) == bool(model.stacks)
+    for tensor in split:
+        leaf, rows = by_path[tensor.path], [0] * len(plan.stages)
+        for count, stage in zip(tensor.split, tensor.stages, strict=True):
+            rows[stage] += count
+        shards = [s for part in getattr(leaf, "parts", (leaf,)) for s in part.addressable_shards]
+        for stage, own in zip(plan.stages, rows, strict=True):
+            for device in stage.devices:
+                held = sum(s.data.nbytes for s in shards if s.device == jax.devices()[device])
+                assert held <= leaf.nbytes * own // sum(rows), (tensor.path, stage.devices, held)
+
+
+def check_live_bytes(parallel: Any, model: Scanned) -> None:
+    """What is alive in a step is what the executable said before, and no more than is planned."""
+    arguments = own_buffers(model.state), model.batch_of(0)
+    planned, executable = parallel._compile(arguments, {})
+    _, stats = executable.run_tracked(jax.tree.leaves(arguments))
+    live = executable.live_bytes()
+    assert stats.peak_live_bytes == live
+    for stage in planned.plan.stages:
+        assert live[stage.mesh] <= stage.plan.estimated_peak_bytes  # counts temporaries too

@@ -139,10 +139,11 @@ OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     "average": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
     "lion": lambda: optax.lion(1e-3),
     "rmsprop": lambda: optax.rmsprop(1e-3, centered=True),
+    "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
 }
 
 
-@pytest.mark.representatives("clipped", "lamb")
+@pytest.mark.representatives("clipped", "if finite")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str) -> None:
     """Norms and means over a whole stack come from the parts' norms and means."""
