@@ -31,11 +31,13 @@ _VIEWS = frozenset(("bitcast", "reshape", "copy", "convert"))
 _MIXING = frozenset(("tuple", "reduce", "dot", "custom-call", "scatter", "dynamic-update-slice"))
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the update
+ORDERED_RANK = 3
 _ATOMIC = 1.5  # traffic of sums in memory, as if it were so much more
 _SWAP_BYTES = 38.0  # per element, in a loop of compare and swap
 SWAP_S = 6e-6  # of an update, while others of its row wait; by profiled steps
 _LAYOUT = re.compile(r"\]\{(\d+)")
 _SLICE_SIZES = re.compile(r"slice_sizes=\{([\d,]*)\}")
+_TARGET_DIMS = re.compile(r"scatter_dims_to_operand_dims=\{([\d,]*)\}")
 _UPDATE_WINDOW = re.compile(r"update_window_dims=\{([\d,]*)\}")
 _FFT_LENGTHS = re.compile(r"fft_length=\{([\d,]+)\}")
 _FFT_KIND = re.compile(r"fft_type=(\w+)")
@@ -169,7 +171,18 @@ def _combined_bytes(scatter: Instruction, target: Instruction, update: Instructi
     """What a scatter reads of its target."""
     if bytes_of(target) <= CACHE_BYTES:
         return min(bytes_of(update), bytes_of(target))
-    return bytes_of(update) * _update_share(scatter, target, update)
+    return _touched_bytes(scatter, target, update)
+
+
+def _touched_bytes(scatter: Instruction, target: Instruction, update: Instruction) -> float:
+    """Lines of the target. Where every dimension of several has an index, as in a pooling's
+    gradient, updates come nearly in the target's order, so that neighbours share them."""
+    touched = bytes_of(update) * _update_share(scatter, target, update)
+    found = _TARGET_DIMS.search(scatter.attributes)
+    num_indexed = len(found[1].split(",")) if found else 0
+    if num_indexed == len(target.results[0].shape) >= ORDERED_RANK:
+        return min(touched, bytes_of(target))
+    return touched
 
 
 def _scattered_bytes(
@@ -178,7 +191,7 @@ def _scattered_bytes(
     """What a scatter writes, as plain traffic that takes as long."""
     if _swaps(scatter, update, module):
         return _SWAP_BYTES * size_of(update)
-    written = _ATOMIC * bytes_of(update) * _update_share(scatter, target, update)
+    written = _ATOMIC * _touched_bytes(scatter, target, update)
     return written / CACHE_SPEED if bytes_of(target) <= CACHE_BYTES else written
 
 

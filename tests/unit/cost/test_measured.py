@@ -301,9 +301,9 @@ def test_small_products_begin_as_those_of_any_type_and_end_with_their_share_of_t
     assert smallest_s is not None and eighth_s is not None
     assert begin_s < eighth_s < begin_s + (smallest_s - begin_s) / 4 < smallest_s
     # Rows that no kernel loads whole slow what is between, not the beginning.
-    whole, odd = (costs.product_s("float32", 1, 256, 34, 256, rows) for rows in (16, 2))
+    whole, odd = (costs.product_s("float32", 1, 256, 34, 256, rows) for rows in (16, 4))
     assert whole is not None and odd is not None
-    slow = costs.slow_rows("float32", 2)
+    slow = costs.slow_rows("float32", 4)
     assert slow is not None
     assert odd - begin_s == pytest.approx((whole - begin_s) * slow(1, 256, 34, 256), rel=0.05)
     assert begin_s < whole < odd < 2 * whole

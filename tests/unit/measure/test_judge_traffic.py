@@ -80,6 +80,14 @@ FUSIONS = {
         ROOT %s = f32[9999999,4]{1,0} scatter(%a, %i, %u), update_window_dims={1}, to_apply=%add""",
         128 + 32 + 8 * 64 + 1.5 * 8 * 64,
     ),
+    "a pooling's gradient updates single numbers in the target's order": (
+        """%a = f32[100,1000,300]{2,1,0} parameter(0)
+        %i = s32[9000000,3]{1,0} parameter(1)
+        %u = f32[9000000,1,1,1]{3,2,1,0} parameter(2)
+        ROOT %s = f32[100,1000,300]{2,1,0} scatter(%a, %i, %u), update_window_dims={1,2,3},
+            scatter_dims_to_operand_dims={0,1,2}, to_apply=%add""".replace(",\n            ", ", "),
+        120e6 + 108e6 + 36e6 + 1.5 * 120e6,
+    ),
     "a scatter of 16 bits swaps its numbers": (
         """%a = bf16[800]{0} parameter(0)
         %i = s32[8]{0} parameter(1)
