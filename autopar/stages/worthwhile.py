@@ -25,8 +25,6 @@ from autopar.stages.table_maker import TableMaker
 SEARCH_SHARE = 0.25
 # Tables that save memory are not made for a gain below this.
 LITTLE = 0.001
-# A plan on one mesh this much slower by tables than the best pipeline may still be the better one.
-_CLOSE = 1.1
 
 
 def search_worthwhile(
@@ -75,8 +73,8 @@ def _lacking(
     choice: PipelineChoice | None,
     report: SearchReport,
 ) -> set[Submesh]:
-    """Submeshes on which tables that save memory may lead to a better choice, or to a plan on one
-    mesh to compare it with. Where only the cheapest tables are known, no others cost less: so with
+    """Submeshes on which tables that save memory may lead to a better choice, or to one mesh, with
+    which it is compared. Where only the cheapest tables are known, no others cost less: so with
     no budget there, the best pipeline is a bound. If it is clearly below the choice, its stages
     that do not fit are why. A choice that leaves devices unused is none."""
     unpriced = {table.submesh for table in tables} - maker.priced
@@ -99,11 +97,9 @@ def _lacking(
     lacking = {stage.submesh for stage in stages if stage.submesh in unpriced}
     fitting = {s.submesh for s in stages if s.peak_bytes <= setting.budget_bytes(s.submesh)}
     lacking = (lacking - fitting) or lacking
-    one_s, whole = free_report.intra_only_s, (cluster.num_hosts, cluster.devices_per_host)
-    if report.intra_only_s is None and one_s is not None and whole in unpriced:
-        one_s -= 2 * setting.num_micro_batches * setting.launch_s  # as one program
-        if one_s <= _CLOSE * best_s:
-            lacking.add(whole)
+    whole = (cluster.num_hosts, cluster.devices_per_host)
+    if report.intra_only_s is None and free_report.intra_only_s is not None and whole in unpriced:
+        lacking.add(whole)
     return lacking
 
 
