@@ -236,12 +236,15 @@ one such GPU. Without stages, the batch is cut into the fewest micro-batches tha
 FSDP parameters too, are split over the data-parallel GPUs. Layers are recomputed all or not at all.
 
 The default method stops after 60 seconds. Its plans that are slower than one by hand were made
-under that limit; `stopped` in `benchmarks/results/scanned_llama.json` says what was left out.
+under that limit; `stopped` in `benchmarks/results/scanned_llama.json` says what was left out. How
+much a second of a CPU does depends on the machine: rows made with JAX 0.12 come from two cores that
+needed nearly twice the seconds of those before, beside other work.
 """
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
     lines = [INTRODUCTION]
+    marks = _marks(rows)
     for key, model in MODELS.items():
         lines += [f"## {model.title} on {model.devices} H100s", ""]
         lines += markdown_row(
@@ -251,16 +254,31 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         for name, row in rows.items():
             kind = name.removeprefix(f"{key}-")
             if kind != name:
-                lines += markdown_row(*_cells(kind, row))
+                title, *cells = _cells(kind, row)
+                lines += markdown_row(title + marks[_made(row)], *cells)
         lines += ["", _verdict(key, rows), ""]
-    made_at = {row["made"]["commit"] for row in rows.values()}
-    commits = sorted(commit[:8] + "+" * commit.endswith("+") for commit in made_at)
-    jax_versions = sorted({row["made"]["versions"]["jax"] for row in rows.values()})
+    made = "; ".join(f"{mark.strip()} {name}".strip() for name, mark in marks.items())
     lines.append(
         "Planning is in CPU seconds. Made by `python -m benchmarks.scanned_llama` at "
-        f"{', '.join(commits)} (+: and later changes), with JAX {', '.join(jax_versions)}.\n"
+        f"{made} (+: and later changes)."
     )
+    if len(marks) > 1:
+        lines.append("Rows with different marks were planned by different planners and prices.")
+    lines.append("")
     return "\n".join(lines)
+
+
+def _made(row: dict[str, Any]) -> str:
+    """By which commit, and with which JAX."""
+    commit, jax_version = row["made"]["commit"], row["made"]["versions"]["jax"]
+    return f"{commit[:8]}{'+' * commit.endswith('+')} with JAX {jax_version}"
+
+
+def _marks(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What is written behind the names of rows that were made alike; nothing if all were."""
+    made = sorted({_made(row) for row in rows.values()})
+    letters = (f" <sup>{letter}</sup>" for letter in "abcdefgh")
+    return {made[0]: ""} if len(made) == 1 else dict(zip(made, letters, strict=False))
 
 
 def _verdict(key: str, rows: dict[str, dict[str, Any]]) -> str:
