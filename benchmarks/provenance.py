@@ -37,10 +37,12 @@ def provenance() -> dict[str, Any]:
     return {"planner": planner_digest(), "commit": commit(), "flags": flags(), **_versions()}
 
 
-def commit() -> str | None:
-    """The commit of this tree, with "+" if tracked files differ from it; None outside git."""
+def commit(*but: str) -> str | None:
+    """The commit of this tree, with "+" if tracked files differ from it; None outside git. `but`:
+    folders whose files may differ, as those that a benchmark writes do while it runs."""
     hash_ = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    paths = (":/", *(f":(top,exclude){folder}" for folder in but))
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *paths)
     return None if hash_ is None else hash_ + ("+" if changed else "")
 
 

@@ -151,6 +151,7 @@ DEVELOPMENT: dict[str, Callable[[int], Step]] = {
     "perceiver": partial(_zoo, lambda n: newcomers.perceiver(4 * n)),
     "transducer": partial(_zoo, lambda n: newcomers.transducer(16 * n)),
     "hyena": partial(_zoo, lambda n: newcomers.hyena(8 * n)),
+    "sorted experts": partial(_zoo, lambda n: latecomers.sorted_experts(8 * n)),
 }
 
 HELD_OUT: dict[str, Callable[[int], Step]] = {
@@ -169,7 +170,6 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     "image codec": partial(_zoo, lambda n: latecomers.image_codec(8 * n)),
     "style network": partial(_zoo, lambda n: latecomers.style_network(16 * n)),
     "perceiver io": partial(_zoo, lambda n: latecomers.perceiver_io(16 * n)),
-    "sorted experts": partial(_zoo, lambda n: latecomers.sorted_experts(8 * n)),
 }
 
 

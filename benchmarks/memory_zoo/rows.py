@@ -70,7 +70,7 @@ def budget_in_a_process(model: str, kind: str, share: float, limit_s: float) -> 
 def _made_by() -> dict[str, str | None]:
     """When, and by which code."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"made": now, "commit": commit(), **versions()}
+    return {"made": now, "commit": commit("benchmarks/results", "docs"), **versions()}
 
 
 def budget_row(model: str, kind: str, share: float) -> dict[str, Any]:

@@ -44,6 +44,27 @@ def test_the_commit_is_that_of_the_tree_and_marked_if_files_changed(
     assert provenance.commit() is None
 
 
+def test_files_that_a_benchmark_writes_do_not_mark_the_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def git(*arguments: str) -> None:
+        named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *named, *arguments], check=True)
+
+    git("init", "-q")
+    for folder in ("code", "results"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("first")
+    git("add", "-A")
+    git("commit", "-q", "-m", "all")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    (tmp_path / "results" / "file").write_text("second")
+    assert (provenance.commit() or "").endswith("+")
+    assert len(provenance.commit("results") or "") == 40
+    (tmp_path / "code" / "file").write_text("second")
+    assert (provenance.commit("results") or "").endswith("+")
+
+
 def test_rows_of_another_planner_are_stale() -> None:
     rows = [
         row("fresh", CURRENT),

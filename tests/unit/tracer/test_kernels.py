@@ -155,14 +155,35 @@ def test_a_slice_that_several_kernels_read_is_copied() -> None:
 
 
 def test_sums_of_16_bits_take_as_long_as_their_updates() -> None:
+    """Or as those of a row, which wait for each other."""
+
     def written(dtype, num_targets: int) -> float:
         rows = np.zeros((4096, 256), dtype)
         index = np.zeros(4096, np.int32)
         graph = graph_of(lambda x, i: jax.ops.segment_sum(x, i, num_targets), rows, index)
         return node(graph, "scatter-add").traffic.num_bytes[-1]  # type: ignore[union-attr]
 
-    assert written(jnp.bfloat16, 16) == written(jnp.bfloat16, 4096) == 4096 * 256 * 2
+    assert written(jnp.bfloat16, 4096) == 4096 * 256 * 2
+    assert written(jnp.bfloat16, 16) == 5e6 * (4096 / 16 - 1)
     assert written(np.float32, 16) == 16 * 256 * 4
+
+
+def test_a_transposed_convolution_s_kernel_gradient_knows_the_zeros_of_its_input() -> None:
+    def apart(stride: int, rank: int) -> set[int]:
+        kernel = np.zeros((4,) * rank + (16, 8), np.float32)
+        image = np.zeros((2, *(16,) * rank, 16), np.float32)
+        letters = "HW"[:rank]
+        names = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+        def loss(w, x):
+            made = jax.lax.conv_transpose(x, w, (stride,) * rank, "SAME", dimension_numbers=names)
+            return (made**2).sum()
+
+        works = [n.work for n in graph_of(jax.grad(loss), kernel, image).nodes if n.work]
+        return {work.apart for work in works if work.kind == "kernel-gradient"}
+
+    assert apart(2, 2) == {4} and apart(2, 1) == {1}, "along one dimension they are written out"
+    assert apart(1, 2) == {0}
 
 
 def test_what_is_stacked_is_made_there() -> None:
