@@ -1,5 +1,4 @@
-"""Copies that XLA makes for ragged products: nodes of a graph → `RaggedRead`s, and how long the
-copies live.
+"""Copies that XLA makes for ragged products: from nodes to `RaggedRead`s and `Life`s of copies.
 
 XLA for GPUs (JAX 0.12, compiled for H100s) multiplies all rows with the matrix of every group. What
 it reads of a value is
