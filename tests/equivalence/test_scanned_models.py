@@ -89,7 +89,7 @@ def check_rows_held(plan: autopar.ParallelPlan, state: Any, model: Scanned) -> N
     assert bool(split) == bool(model.stacks)
     for tensor in split:
         leaf, rows = by_path[tensor.path], [0] * len(plan.stages)
-        for count, stage in zip(tensor.split, tensor.stages, strict=True):
+        for count, stage in zip(tensor.split or (), tensor.stages or (), strict=True):
             rows[stage] += count
         shards = [s for part in getattr(leaf, "parts", (leaf,)) for s in part.addressable_shards]
         for stage, own in zip(plan.stages, rows, strict=True):
