@@ -43,12 +43,14 @@ def is_slice(source: Layout, target: Layout) -> bool:
 
 
 def fits(layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-    """Whether every split dimension is divided evenly."""
+    """Whether every split dimension is divided evenly; one without elements is no use to split."""
     parts = [1] * len(shape)
     for entry, size in zip(layout, mesh_shape, strict=True):
         if entry >= 0:
             parts[entry] *= size
-    return all(dim % part == 0 for dim, part in zip(shape, parts, strict=True))
+    return all(
+        part == 1 or (dim and dim % part == 0) for dim, part in zip(shape, parts, strict=True)
+    )
 
 
 def all_layouts(

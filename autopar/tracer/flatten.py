@@ -124,6 +124,9 @@ class _Flattener:
             if eqn.primitive.name == _jax.LAYER_BOUNDARY:
                 self.mark(eqn, scope)
                 continue
+            if _goes_nowhere(eqn):
+                env.update(zip(eqn.outvars, operands, strict=True))
+                continue
             body = _jax.call_body(eqn)
             if body is not None:
                 operands = self.shield(eqn, operands, scope, equations)
@@ -216,6 +219,13 @@ class _Flattener:
             )
         )
         return [results.get(i, o) for i, o in enumerate(operands)]
+
+
+def _goes_nowhere(eqn: _jax.JaxprEqn) -> bool:
+    """Whether it is a `jax.device_put` that names no device, as JAX's linear solvers have."""
+    if eqn.primitive.name != "device_put":
+        return False
+    return all(device is None for device in _jax.parameters(eqn)["devices"])
 
 
 def _read_in(jaxpr: Any) -> frozenset[Any]:

@@ -47,7 +47,7 @@ def test_is_partial() -> None:
         ((0, 0), (4, 8), False),  # 4 rows over 2 × 4 devices
         ((PARTIAL, WHOLE), (3, 5), True),
         ((WHOLE, WHOLE), (), True),
-        ((1, WHOLE), (3, 0), True),
+        ((1, WHOLE), (3, 0), False),  # no elements to split
     ],
 )
 def test_fits_means_divided_evenly(layout, shape, expected) -> None:

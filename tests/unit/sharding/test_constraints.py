@@ -345,3 +345,20 @@ def test_the_plan_says_what_was_asked() -> None:
     assert "pins={'hidden': " + repr(P("y")) + "}" in plan.method
     assert "allow_all_to_all=False" in plan.method
     assert "solver" not in plan.method
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+def test_state_without_elements_is_not_split(method: str) -> None:
+    """An empty buffer in the state, whose rows any number of devices divides."""
+
+    def train(state, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(state["w"])
+        return {"w": state["w"] - 0.1 * grads, "seen": state["seen"]}, loss
+
+    state = {"w": array(64, 64), "seen": array(0, 4)}
+    plan = autopar.plan(
+        train, state, array(16, 64), cluster=ClusterSpec(1, 8, "h100-sxm"), method=method
+    )
+    specs = specs_of(plan)
+    assert specs["state['seen']"] == P()
+    assert (specs["state['w']"] != P()) == (method == "zero3")

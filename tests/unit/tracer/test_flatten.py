@@ -186,3 +186,16 @@ def test_arrays_taken_apart_and_put_together_become_slices_and_concatenations() 
     assert names(program).count("slice") == 5  # the middle of the split is read by nobody
     for got, expected in zip(evaluate(program, x), jax.tree.leaves(step(x)), strict=True):
         assert jnp.array_equal(got, expected)
+
+
+def test_device_put_without_a_device_is_its_operand() -> None:
+    """As in `jax.scipy.sparse.linalg`; what names a place is kept."""
+
+    def fn(x: Any, w: Any) -> Any:
+        x, w = jax.device_put((x, w))
+        return jnp.tanh(x @ w), jax.device_put(x), jax.device_put(w, jax.memory.Space.Device)
+
+    program = flatten(fn, X, W)
+    assert names(program) == ["dot_general", "tanh", "device_put"]
+    for got, wanted in zip(evaluate(program, X, W), fn(X, W), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
