@@ -70,6 +70,11 @@ class _Flattener:
         self.avals.append(aval)
         return len(self.avals) - 1
 
+    def new_results(self, eqn: _jax.JaxprEqn, env: dict[Any, Operand]) -> tuple[int, ...]:
+        results = tuple(self.new_value(var.aval) for var in eqn.outvars)
+        env.update(zip(eqn.outvars, results, strict=True))
+        return results
+
     def program(self, closed_jaxpr: Any, scope: _Scope) -> Program:
         jaxpr, consts = _jax.open_jaxpr(closed_jaxpr)
         env: dict[Any, Operand] = {}
@@ -147,8 +152,7 @@ class _Flattener:
                 for i, atom in zip(kept, inner.outvars, strict=True):
                     env[eqn.outvars[i]] = self.read(atom, inner_env, captured)
                 continue
-            results = tuple(self.new_value(var.aval) for var in eqn.outvars)
-            env.update(zip(eqn.outvars, results, strict=True))
+            results = self.new_results(eqn, env)
             bodies, inner_marks = self.bodies(eqn, scope)
             equations.append(
                 Equation(
