@@ -70,7 +70,7 @@ class _Flattener:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def new_results(self, eqn: _jax.JaxprEqn, env: dict[Any, Operand]) -> tuple[int, ...]:
+    def new_results(self, eqn: Any, env: dict[Any, Operand]) -> tuple[int, ...]:
         results = tuple(self.new_value(var.aval) for var in eqn.outvars)
         env.update(zip(eqn.outvars, results, strict=True))
         return results
