@@ -458,10 +458,12 @@ class ParallelFunction:
     ) -> Sequence[Any]:
         """The arguments, where processes run a step together: placed, when all of them have room
         for the step. Inside it, one that has none could no longer tell the others."""
-        is_mesh = isinstance(executable, LocalExecutable)
-        if not (_is_together() and is_mesh and self._limit(planned) is not None):
+        is_limited = _is_together() and self._limit(planned) is not None
+        if not is_limited or not isinstance(executable, LocalExecutable):
             return leaves
-        return make_room_together(planned.plan.name, lambda: executable.place_with_room(leaves))
+        return make_room_together(
+            planned.plan.name, functools.partial(executable.place_with_room, leaves)
+        )
 
     def _after_out_of_memory(
         self,

@@ -100,7 +100,7 @@ def bytes_beside_arguments(program: jax.stages.Compiled) -> tuple[int, int]:
     return int(stats.temp_size_in_bytes), int(max(0, results))
 
 
-def occupy(sizes: Sequence[int], devices: Sequence[jax.Device]) -> None:
+def occupy(sizes: Sequence[int], devices: Sequence[Any]) -> None:
     """Allocate so many bytes on every device, all at once, and free them. Raises JAX's error if
     there is not enough memory."""
     held = [

@@ -658,7 +658,7 @@ def test_gradients_are_reduced_once() -> None:
     method = autopar.PipeshardParallel(4, stages=stages, options=options)
     parallel = check_optimizer(
         optax.sgd(0.1), params=params, method=method,
-        batches=[batch_of(i, rows=256, width=width) for i in range(2)],
+        batches=[batch_of(i, rows=1024, width=width) for i in range(2)],
     )  # fmt: skip
     programs = parallel.last_executable.compiled
     assert set(programs) == {

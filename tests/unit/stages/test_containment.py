@@ -152,8 +152,9 @@ def test_what_the_users_function_raises_comes_through(method: Any) -> None:
             raise KeyError("needs 16 rows")
         return train_step(weights, batch), zero_by_factors(batch["x"])
 
-    with pytest.raises(KeyError, match="needs 16 rows"):
+    with pytest.raises(autopar.TraceError, match="needs 16 rows") as caught:
         plan(method, fn=picky)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 # -- operators
@@ -288,7 +289,9 @@ def test_a_number_that_the_user_cannot_have_is_noted_without_a_warning(
     pipeline = plan(PipeshardParallel("auto"), HOSTS, picky)
     assert pipeline.num_micro_batches == 4 and pipeline.search is not None
     (note,) = [note for note in pipeline.search.notes if "micro-batches" in note]
-    assert note.startswith("8 micro-batches were not searched: it cannot be called with")
+    assert note.startswith(
+        "8 micro-batches were not searched: picky: num_micro_batches=8 traces it"
+    )
     assert "needs 4 rows" in note
     assert pipeline.warnings == ()
 
