@@ -28,6 +28,7 @@ import numpy as np
 _MAX_BITS = 17  # of the largest size on a grid
 _CHUNK = 2048
 _BLURS = (0.0, 1.0, 4.0, 16.0)
+_LEAST_BEYOND = 1e-3  # share of a sample that is shorter than its beginning should be
 _MIN_IMPROVEMENT = 0.95  # more blur must reduce the prediction error to this share
 
 
@@ -171,10 +172,20 @@ class RateTable:
 
 
 class Slowdown:
-    def __init__(self, samples: Sequence[tuple[Sequence[float], float]], table: RateTable) -> None:
-        """Samples are (sizes, seconds)."""
+    def __init__(
+        self,
+        samples: Sequence[tuple[Sequence[float], float]],
+        table: Callable[..., float],
+        begin_s: float = 0.0,
+    ) -> None:
+        """Samples are (sizes, seconds). `table`: sizes → seconds without the slowdown, which are
+        more than `begin_s`, the part of them that is as long for all."""
+
+        def beyond(seconds: float) -> float:
+            return max(seconds - begin_s, _LEAST_BEYOND * seconds)
+
         self.places = np.log2(np.asarray([sizes for sizes, _ in samples], dtype=float))
-        self.logs = np.asarray([log(took / table(*sizes)) for sizes, took in samples])
+        self.logs = np.asarray([log(beyond(took) / beyond(table(*at))) for at, took in samples])
         self.blur = _blur(self.places, self.logs)
 
     def __call__(self, *sizes: float) -> float:

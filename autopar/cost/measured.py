@@ -4,7 +4,7 @@ A function returns None if the profile has no suitable sample; the caller then f
 symbolic model. `curves` interpolates samples.
 
 Products. Rows that are no multiples of 16 bytes take slower kernels: samples of such sizes say how
-much slower than one with whole rows would be, but for its beginning and end.
+much slower than one with whole rows would be, but for its beginning.
 
 Collectives. Samples of one kind, number of ranks and placement (the stride between ranks, the ranks
 per host) make a curve over bytes. A number of ranks that was not measured takes the curve of the
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import gcd, log, prod
 from typing import Any
 
@@ -36,6 +36,7 @@ OfSizes = Callable[[np.ndarray], np.ndarray]  # of sizes in the last dimension
 
 _CACHED = 65536
 _NEARLY = 1.02  # the smallest sample
+_BEGINNING = 0.9  # share of the smallest product that starts and ends its kernel
 WHOLE_ROWS = 16  # bytes that kernels load at once
 # The time from one small GPU kernel of a step to the next.
 USUAL_KERNEL_S = 2e-6
@@ -153,22 +154,22 @@ class MeasuredCosts:
             if (table := self._products.get(sample_dtype)) is not None:
                 slow = self.slow_rows(sample_dtype, rows)
                 factor = 1.0 if slow is None else slow(batch, m, n, k)
-                seconds = table(batch, m, n, k)
-                if self.profile.platform == "cpu":
-                    return factor * seconds
-                begin_s = self.least_product_s
-                seconds = self._small_product_s(sample_dtype, 2.0 * batch * m * n * k, seconds)
-                seconds = begin_s + factor * (seconds - begin_s)
-                if sample_dtype == "float32":
+                seconds = self._whole_rows_s(sample_dtype, table, batch, m, n, k)
+                seconds += (factor - 1) * (seconds - self._unslowed_s)
+                if sample_dtype == "float32" and self.profile.platform != "cpu":
                     seconds += SUSTAINED_32BIT * 2 * batch * m * n * k / self.best_32bit_rate
                 return seconds
         return None
 
-    def _small_product_s(self, dtype: str, flops: float, seconds: float) -> float:
-        """Of one that the table prices as the smallest sample of its type: it begins and ends as
-        the smallest of any type, and the rest is its share of that sample's work."""
-        smallest = self._smallest_products[dtype]
-        if seconds > _NEARLY * smallest.time.seconds or flops >= smallest.flops:
+    def _whole_rows_s(self, dtype: str, table: RateTable, *sizes: float) -> float:
+        """A product by the table of its type. On a GPU, one that the table prices as its smallest
+        sample begins and ends as the smallest of any type, and the rest is its share of that
+        sample's work."""
+        seconds, flops = table(*sizes), 2.0 * prod(sizes)
+        smallest = None if self.profile.platform == "cpu" else self._smallest_products.get(dtype)
+        if smallest is None or flops >= smallest.flops:
+            return seconds
+        if seconds > _NEARLY * smallest.time.seconds:
             return seconds
         begin_s = self.least_product_s
         return begin_s + (smallest.time.seconds - begin_s) * flops / smallest.flops
@@ -186,7 +187,15 @@ class MeasuredCosts:
 
     def _slow_rows(self, dtype: str, rows: int) -> Slowdown | None:
         samples, table = self._slow_samples.get((dtype, rows)), self._products.get(dtype)
-        return None if not samples or table is None else Slowdown(samples, table)
+        if not samples or table is None:
+            return None
+        plain = partial(self._whole_rows_s, dtype, table)
+        return Slowdown(samples, plain, self._unslowed_s)
+
+    @cached_property
+    def _unslowed_s(self) -> float:
+        """Of a product, what is as long with any rows."""
+        return 0.0 if self.profile.platform == "cpu" else _BEGINNING * self.least_product_s
 
     def _convolution_s(
         self,
