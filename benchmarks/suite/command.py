@@ -335,16 +335,16 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     partial.rename(path)
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_results(path: Path, given_as: str = "--show") -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ArgumentError(
-            f"--show {path}: not readable as results of `autopar bench`: {error}"
+            f"{given_as} {path}: not readable as results of `autopar bench`: {error}"
         ) from error
     if not isinstance(document, dict) or not set(document) & set(PARTS):
         raise ArgumentError(
-            f"--show {path}: has none of the parts {', '.join(PARTS)}, so it is not a results file "
+            f"{given_as} {path}: has none of the parts {', '.join(PARTS)}, so it is not a results file "
             "of `autopar bench`."
         )
     return document

@@ -14,9 +14,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from autopar.errors import ArgumentError
 from autopar.measure.judge import judge
-from benchmarks.suite.cases import H100_ROWS, Row
-from benchmarks.suite.command import RESULTS, collected
+from benchmarks.suite.cases import Row
+from benchmarks.suite.command import RESULTS, collected, merge, read_results
 from benchmarks.suite.compiling import cluster_of, figures_of
 from benchmarks.suite.programs import SUFFIX, read_program
 
@@ -43,16 +44,29 @@ def judge_file(path: Path) -> int:
     return count
 
 
+def judge_folder(folder: Path) -> int:
+    """Judges all results of a folder anew; returns how many had a program."""
+    suite = folder / RESULTS
+    part = read_results(suite, "folder:").get("h100")
+    paths = sorted((folder / "h100").glob("*/*.json"))
+    if part is None or not paths:
+        raise ArgumentError(
+            f"{folder}: has no results for H100s. Name the --folder of `autopar bench --only h100`."
+        )
+    count = sum(map(judge_file, paths))
+    rows = [Row(**json.loads(path.read_text(encoding="utf-8"))["row"]) for path in paths]
+    by_name = {row.name: row for row in rows}
+    merge({"h100": {**part, "rows": collected(folder / "h100", list(by_name.values()))}}, suite)
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the --folder of `autopar bench`")
-    folder = parser.parse_args().folder
-    count = sum(judge_file(path) for path in sorted((folder / "h100").glob("*/*.json")))
-    suite = folder / RESULTS
-    document = json.loads(suite.read_text(encoding="utf-8"))
-    document["h100"]["rows"] = collected(folder / "h100", H100_ROWS)
-    suite.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(f"{count} programs judged")
+    try:
+        print(f"{judge_folder(parser.parse_args().folder)} programs judged")
+    except ArgumentError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

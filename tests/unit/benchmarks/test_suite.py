@@ -3,8 +3,11 @@
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from autopar.errors import ArgumentError
@@ -249,3 +252,40 @@ def test_tables_in_texts_are_those_of_the_results(name):
 def test_a_wide_resnet_of_another_depth_is_not_deeper_than_the_model():
     config = example_of(Row("wresnet-4b", 16, 16, layers=8)).config
     assert config.stage_sizes == (3, 4, 6, 3)
+
+
+def test_kept_programs_are_judged_again_at_any_depth(tmp_path):
+    from benchmarks.suite.judging import judge_folder
+    from benchmarks.suite.programs import SUFFIX, write_program
+
+    row = Row("gpt-2.6b", 8, 8, layers=4)
+    folder = tmp_path / "h100" / row.name
+    folder.mkdir(parents=True)
+    older = {"plan": "FSDP", "family": "FSDP", "step_ms": -1.0, "peak_gb": 1.5, "fits": True}
+    pipeline = {**older, "plan": "3-D", "family": "3-D by hand"}
+    for name, result in (("fsdp", older), ("3-d", pipeline)):
+        document = {"row": asdict(row), "who": name, "jax": jax.__version__, "results": [result]}
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((256, 256))).compile()
+    write_program(folder / f"fsdp-0{SUFFIX}", compiled.as_text(), None)
+    suite = tmp_path / command.RESULTS
+    suite.write_text(json.dumps({"h100": {"target": "H100", "rows": []}, "cpu": {"rows": [1]}}))
+
+    assert judge_folder(tmp_path) == 1
+    found = json.loads(suite.read_text())
+    assert found["cpu"] == {"rows": [1]} and found["h100"]["target"] == "H100"
+    (line,) = found["h100"]["rows"]
+    assert line["layers"] == 4
+    by_plan = {one["plan"]: one for one in line["results"]}
+    assert by_plan["FSDP"]["step_ms"] > 0 and by_plan["FSDP"]["peak_gb"] == 1.5
+    assert by_plan["3-D"]["step_ms"] == -1.0  # it has no program
+
+
+def test_a_folder_without_results_is_not_judged(tmp_path):
+    from benchmarks.suite.judging import judge_folder
+
+    with pytest.raises(ArgumentError, match="not readable as results"):
+        judge_folder(tmp_path)
+    (tmp_path / command.RESULTS).write_text(json.dumps({"cpu": {"rows": []}}))
+    with pytest.raises(ArgumentError, match="no results for H100s"):
+        judge_folder(tmp_path)
