@@ -344,8 +344,8 @@ def read_results(path: Path, given_as: str = "--show") -> dict[str, Any]:
         ) from error
     if not isinstance(document, dict) or not set(document) & set(PARTS):
         raise ArgumentError(
-            f"{given_as} {path}: has none of the parts {', '.join(PARTS)}, so it is not a results file "
-            "of `autopar bench`."
+            f"{given_as} {path}: has none of the parts {', '.join(PARTS)}, so it is not a results "
+            "file of `autopar bench`."
         )
     return document
 
