@@ -48,6 +48,8 @@ def source_of(case: Case) -> RuleSource:
             raise ValueError(f"the case of {case.primitive} does not bind it")
         if any(e.name == "shard_map" for e in step.program.all_equations()):
             return RuleSource("replicated", note="runs inside shard_map, as the user says")
+        if case.primitive == "device_put":
+            return RuleSource("inlined", note="dropped: it names no device")
         others = "simpler operators take" if case.primitive in SIMPLIFIED else "its body takes"
         return RuleSource("inlined", note=f"{others} its place")
     if equation.name in LOOPS:
