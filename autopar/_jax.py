@@ -29,6 +29,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as mlir_ir
 from jax._src.lib.mlir import passmanager as _passmanager
@@ -749,6 +750,23 @@ def start_transfer_server(*args: Any, **options: Any) -> Any:
     from jax.experimental import transfer
 
     return transfer.start_transfer_server(*args, **options)
+
+
+def lowered(jitted: Any, *arguments: Any) -> jax.stages.Lowered:
+    """`jitted.lower(…)` of a function that keeps its unused arguments, without a leak: JAX 0.11 and
+    0.12 remember that nothing is to be pruned under the program itself, which thus lives for ever,
+    and with it everything that JAX remembers of it, executables too."""
+    traced = jitted.trace(*arguments)
+    result = traced.lower()
+    forget_pruned(traced.jaxpr)
+    return result
+
+
+def forget_pruned(jaxpr: Any) -> None:
+    """Makes JAX forget which arguments of a program it keeps (see `lowered`)."""
+    pruned = getattr(_pxla, "_dce_jaxpr", None)
+    if pruned is not None:
+        pruned.evict_weakref(jaxpr)
 
 
 def reset_compilation_cache() -> None:

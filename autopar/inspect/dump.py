@@ -180,7 +180,7 @@ def _text_of(function: Callable[..., Any], step: TracedStep, name: str) -> str:
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
         for a in step.avals
     ]
-    return jax.jit(run, keep_unused=True).lower(*types).as_text()
+    return _jax.lowered(jax.jit(run, keep_unused=True), *types).as_text()
 
 
 # -- placement

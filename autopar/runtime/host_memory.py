@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autopar import _jax
 from autopar.errors import CompileError, MeshError
 from autopar.ir.host_programs import HOST_KIND, HostProgram, HostPrograms
 from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Run
@@ -184,7 +185,8 @@ class HostMemoryExecutable(Executable):
         with warnings.catch_warnings():
             # Donating a buffer frees it, even if no result can reuse it.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return jitted.lower(
+            return _jax.lowered(
+                jitted,
                 *(
                     jax.ShapeDtypeStruct(
                         s.shape, s.dtype, sharding=s.sharding, weak_type=s.weak_type

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from autopar import _jax
 from autopar.errors import AutoparError, CompileError
 from autopar.ir.host_memory import HostMemory
 from autopar.ir.host_programs import HOST_KIND
@@ -177,7 +178,7 @@ class LocalExecutable(Executable):
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
             for a, s in zip(self.avals, self.input_shardings, strict=True)
         ]
-        return self.jitted.lower(*arguments)
+        return _jax.lowered(self.jitted, *arguments)
 
     # -- inspection
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar import _jax
 from autopar.errors import CompileError
 from autopar.ir.pipeline import StageProgram
 from autopar.progress import Progress, logged
@@ -73,7 +74,7 @@ def lower_stage_program(
     with warnings.catch_warnings():
         # Donating a buffer frees it, even if no result can reuse it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = jitted.lower(*reads)
+        lowered = _jax.lowered(jitted, *reads)
     made = [(info.shape, info.dtype) for info in lowered.out_info]
     wanted = [(buffer.shape, buffer.dtype) for buffer in writes]
     assert made == wanted, f"{name} gives {made}, not {wanted}"

@@ -405,4 +405,4 @@ def _lower(equations: Sequence[Equation], avals: Sequence[ShapedArray]) -> Any:
             outs.append(_jax.bind(equation.primitive, equation.params, operands))
         return outs
 
-    return jax.jit(run_all, keep_unused=True).lower(*arguments).compiler_ir("stablehlo")
+    return _jax.lowered(jax.jit(run_all, keep_unused=True), *arguments).compiler_ir("stablehlo")

@@ -68,7 +68,7 @@ class Runnable:
             for aval, sharding in zip(self.avals, self.input_shardings, strict=True)
         ]
         try:
-            return self._jitted.lower(*arguments).compile()
+            return _jax.lowered(self._jitted, *arguments).compile()
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"XLA could not compile {self.name}: {error}") from error
 

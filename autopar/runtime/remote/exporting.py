@@ -102,7 +102,10 @@ def _exported(
         checks = [export.DisabledSafetyCheck.custom_call(target) for target in sorted(known)]
         try:
             with _jax.kernels_without_devices():
-                return export.export(jitted, platforms=[platform], disabled_checks=checks)(*reads)
+                exported = export.export(jitted, platforms=[platform], disabled_checks=checks)
+                result = exported(*reads)
+                _jax.forget_pruned(jitted.trace(*reads).jaxpr)
+                return result
         except ValueError as error:
             targets = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
             targets |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
@@ -158,6 +161,6 @@ def compile_stage_program(
         keep_unused=True,
     )
     try:
-        return jitted.lower(*reads).compile(compiler_options(spec.xla_options))
+        return _jax.lowered(jitted, *reads).compile(compiler_options(spec.xla_options))
     except jax.errors.JaxRuntimeError as error:
         raise CompileError(f"XLA could not compile {name}: {error}") from error
