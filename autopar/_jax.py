@@ -753,9 +753,9 @@ def start_transfer_server(*args: Any, **options: Any) -> Any:
 
 
 def lowered(jitted: Any, *arguments: Any) -> jax.stages.Lowered:
-    """`jitted.lower(…)` of a function that keeps its unused arguments, without a leak: JAX 0.11 and
-    0.12 remember that nothing is to be pruned under the program itself, which thus lives for ever,
-    and with it everything that JAX remembers of it, executables too."""
+    """`jitted.lower(…)` of a function that keeps its unused arguments, without a leak: JAX 0.12
+    remembers that nothing is to be pruned under the program itself, which thus lives for ever, and
+    with it everything that JAX remembers of it, executables too."""
     traced = jitted.trace(*arguments)
     result = traced.lower()
     forget_pruned(traced.jaxpr)
@@ -764,9 +764,7 @@ def lowered(jitted: Any, *arguments: Any) -> jax.stages.Lowered:
 
 def forget_pruned(jaxpr: Any) -> None:
     """Makes JAX forget which arguments of a program it keeps (see `lowered`)."""
-    pruned = getattr(_pxla, "_dce_jaxpr", None)
-    if pruned is not None:
-        pruned.evict_weakref(jaxpr)
+    _pxla._dce_jaxpr.evict_weakref(jaxpr)
 
 
 def reset_compilation_cache() -> None:

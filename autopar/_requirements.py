@@ -79,6 +79,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "jax._src.effects.custom_derivatives_allowed_effects",
         "jax._src.effects.lowerable_effects",
         "jax._src.effects.remat_allowed_effects",
+        "jax._src.interpreters.pxla._dce_jaxpr.evict_weakref",
         "jax._src.lax.control_flow.loops.scan_p",
         "jax._src.lax.lax._convert_element_type(weak_type)",
         "jax._src.lax.lax.optimization_barrier_p",

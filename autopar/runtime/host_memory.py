@@ -192,7 +192,7 @@ class HostMemoryExecutable(Executable):
                         s.shape, s.dtype, sharding=s.sharding, weak_type=s.weak_type
                     )
                     for s in reads
-                )
+                ),
             )
 
     def _overwritten(self, program: HostProgram) -> tuple[int, ...]:
