@@ -3,8 +3,9 @@
 `batch_argnums` names the arguments, and then nothing is searched. Otherwise the batch is argument 1
 and every other argument with as many rows that goes along with it. State, which returns updated,
 and objects that the step updates in place are never batch; nor is argument 0 of a function that
-returns no state. An argument 1 that the step returns as it came, beside state, is batch if no other
-argument may be.
+returns no state. An argument 1 that the step returns beside state, as it came or changed row by row
+(scaled images), is batch if no other argument may be: it returns as it came, or its arrays have as
+many rows, which nothing ties to the other state.
 
 The number of rows does not tell a label from a table that happens to be as long as the batch, but
 the traced operators do. Dimensions that an operator can only split together are tied. Other rows
@@ -104,10 +105,20 @@ def is_returned(step: TracedStep, index: int, output: int) -> bool:
 
 
 def _returned_batch(step: TracedStep, owner: int | str) -> tuple[int, ...]:
-    """The arrays of an argument that looks like state only since the step returns it as it came."""
+    """The arrays of an argument that looks like state only since the step returns it."""
     own = [pair for pair in step.state if step.call.argument[pair[0]] == owner]
-    others = len(own) < len(step.state)
-    return tuple(i for i, _ in own) if others and all(is_returned(step, *p) for p in own) else ()
+    others = [i for i, _ in step.state if step.call.argument[i] != owner]
+    if not own or not others:
+        return ()
+    if not all(is_returned(step, *pair) for pair in own):
+        shapes = [step.avals[i].shape for i, _ in own]
+        if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+            return ()
+        ties, inputs = _Ties(*build_nodes(step)), step.program.inputs
+        beside = [inputs[i] for i in others]
+        if any(ties.is_tied_to(inputs[i], beside) for i, _ in own):
+            return ()  # moments beside parameters
+    return tuple(i for i, _ in own)
 
 
 def _leaves_of(step: TracedStep, owner: int | str) -> tuple[int, ...]:

@@ -73,16 +73,22 @@ def trace_step(
         out_static=result.static,
         state=state,
         batch=(),
-        donated=donated_inputs(call, program, len(args), state, donate_argnums),
+        donated=(),
         name=name,
         flat_fn=flat_fn,
     )
     if batch is None:
         batch = batch_inputs(step, argument_names(fn), batch_argnums)
+    # A batch that returns changed is not the state of the next step, unless the caller gives it up.
+    given_up = () if isinstance(donate_argnums, str) else tuple(donate_argnums)
     state = tuple(
-        pair for pair in step.state if pair[0] not in batch or not is_returned(step, *pair)
+        pair
+        for pair in step.state
+        if pair[0] not in batch
+        or (call.argument[pair[0]] in given_up and not is_returned(step, *pair))
     )
-    return replace(step, batch=batch, state=state)
+    donated = donated_inputs(call, program, len(args), state, donate_argnums)
+    return replace(step, batch=batch, state=state, donated=donated)
 
 
 @dataclass(frozen=True)

@@ -193,3 +193,44 @@ def test_a_batch_that_returns_as_it_came_is_no_state() -> None:
     traced = trace_step(frozen, (PARAMS, PARAMS, floats(16, D)))
     assert [traced.call.paths[i] for i in traced.batch] == ["x"]
     assert len(traced.state) == 4
+
+
+def scaled(params: Any, batch: Any) -> Any:
+    return jax.tree.map(lambda a: 2 * a, batch)
+
+
+def adversarial(params: Any, batch: Any) -> Any:
+    slope = jax.grad(lambda x: distance(params, x, batch["y"]))(batch["x"])
+    return {**batch, "x": batch["x"] + 0.1 * jnp.sign(slope)}
+
+
+@pytest.mark.parametrize("changed", [scaled, adversarial])
+def test_a_batch_that_returns_changed_is_no_state(changed: Callable[..., Any]) -> None:
+    """So it is not donated, and micro-batches find it."""
+
+    def step(params: Any, batch: Any) -> Any:
+        new, loss = step_of(distance)(params, batch["x"], batch["y"])
+        return new, loss, changed(params, batch)
+
+    batch = {"x": floats(16, D), "y": floats(16, D)}
+    check_results(step, batch)
+    traced = trace_step(step, (PARAMS, batch))
+    arguments = [{traced.call.paths[i] for i in found} for found in (traced.batch, traced.donated)]
+    assert arguments == [{"batch['x']", "batch['y']"}, {"params['w']", "params['b']"}]
+    named = trace_step(step, (PARAMS, batch), batch_argnums=(1,))
+    assert (named.batch, named.donated) == (traced.batch, traced.donated)
+    given_up = trace_step(step, (PARAMS, batch), batch_argnums=(1,), donate_argnums=(0, 1))
+    assert {*given_up.donated} == {*traced.batch, *traced.donated}
+
+
+def test_moments_without_a_batch_are_state() -> None:
+    """They have as many rows, which are those of the parameters."""
+    data = floats(16, D)
+
+    def step(params: Any, moments: Any) -> Any:
+        loss, slopes = jax.value_and_grad(distance)(params, data, data)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, slopes)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments, loss
+
+    traced = trace_step(step, (PARAMS, jax.tree.map(jnp.zeros_like, PARAMS)))
+    assert traced.batch == () and len(traced.state) == len(traced.donated) == 4
