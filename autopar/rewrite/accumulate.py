@@ -53,10 +53,11 @@ from autopar.rewrite.batch_dependence import (
 from autopar.rewrite.fold_transposes import fold_transposes
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope
-from autopar.rewrite.micro_batch_placement import MicroBatchPlacement, Pair
+from autopar.rewrite.micro_batch_placement import MicroBatchPlacement
 from autopar.rewrite.program_writer import Env, ProgramWriter, add, read_all
 from autopar.rewrite.remat import rematerialise, with_remat
 from autopar.rewrite.row_uses import Dealing, find_row_uses, is_cut
+from autopar.rewrite.rows_outside import Pair
 from autopar.tracer.rules import equation_key
 
 
@@ -321,7 +322,7 @@ class _LoopWriter:
                         [self.outer_env[value]],
                         num=self.micro_batches.num,
                         dim=dim,
-                        blocks=self.micro_batches.blocks,
+                        blocks=self.micro_batches.blocks * (placement.order_of(value) or 1),
                     )
                     scope.env[value] = self.take(stack)
 

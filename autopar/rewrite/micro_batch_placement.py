@@ -4,14 +4,15 @@ It says which values have rows, which equations the prologue, the loop and the e
 which values the loop hands to the epilogue. The loop runs the equations that make or read rows. A
 value without rows that flows back into them *crosses* the batch. If it does not depend on a
 product, the prologue computes it, for the whole batch; otherwise the loop does, for each
-micro-batch. What needs rows by their place waits for the epilogue, to which the loop hands them.
+micro-batch. What needs rows by their place waits for the epilogue, to which the loop hands them; so
+do rows that other rows decide, if no product depends on them (`rows_outside`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from autopar.errors import TraceError
@@ -31,30 +32,9 @@ from autopar.rewrite.batch_dependence import (
 )
 from autopar.rewrite.micro_batch_body import MicroBatches
 from autopar.rewrite.row_uses import splits_keys
+from autopar.rewrite.rows_outside import HEAVY, Pair, RowsOutside, depending_on, heavy_values
 from autopar.tracer.regions import BACKWARD, region_by_name
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY
-
-# Too heavy to compute for the whole batch: values that depend on these are not hoisted.
-_HEAVY = {
-    "dot_general", "conv_general_dilated", "scan", "while", "cond",
-    "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Pair:
-    """An equation in the two traces."""
-
-    whole: Equation
-    part: Equation
-
-    @property
-    def results(self) -> tuple[int, ...]:
-        return self.part.results
-
-    @cached_property
-    def reads(self) -> tuple[int, ...]:
-        return self.part.inputs
 
 
 class MicroBatchPlacement:
@@ -65,6 +45,9 @@ class MicroBatchPlacement:
     ) -> None:
         self.full, self.part, self.micro_batches = full, part, micro_batches
         self.out_paths = out_paths
+        self.rows_before: set[int] = set()  # rows that the prologue makes
+        self.rows_after: set[int] = set()  # pairs with rows that the epilogue runs
+        self.waiting: set[int] = set()  # what depends on these
         self.hoisted: set[int] = set()  # crossing values that the prologue computes exactly
         self.pairs = _live_pairs(full, part)
         self.dependence = self.classify()
@@ -73,6 +56,10 @@ class MicroBatchPlacement:
         while crossing := self.light_crossings():
             self.hoisted |= crossing
             self.dependence = self.classify()
+        heavy = heavy_values(self.pairs, self.dependence, self.hoisted)
+        outside = RowsOutside(self.pairs, self.dependence, micro_batches, heavy)
+        self.rows_before, self.rows_after = outside.before, outside.after
+        self.waiting = depending_on(self.pairs, self.rows_after)
         self.per_micro_batch = self.dependencies(self.crossings(self.pairs))
         self.late = self.reduced_late()
         self.accumulated: dict[int, None] = {}  # values that the loop hands to the epilogue
@@ -109,17 +96,17 @@ class MicroBatchPlacement:
         return any(self.dependence[v] is ROWS for v in (*pair.reads, *pair.results))
 
     def crossings(self, pairs: Iterable[Pair]) -> set[int]:
-        """Values without rows that depend on the batch, and that pairs with rows read."""
-        return {v for p in pairs if self.touches_rows(p) for v in p.reads if self.is_sum(v)}
+        """Values without rows that depend on the batch, and that the loop reads beside rows."""
+        inside = (p for p in pairs if self.touches_rows(p) and not self.runs_outside(p))
+        return {v for p in inside for v in p.reads if self.is_sum(v)}
+
+    def runs_outside(self, pair: Pair) -> bool:
+        made = pair.results
+        return not (self.waiting.isdisjoint(made) and self.rows_before.isdisjoint(made))
 
     def light_crossings(self) -> set[int]:
         """Crossing values that do not depend on a product."""
-        heavy: set[int] = set()  # values that depend on the batch through a product
-        for pair in self.pairs:
-            from_batch = any(self.dependence[v] not in (SAME, ZERO) for v in pair.reads)
-            is_heavy = pair.part.name in _HEAVY and from_batch
-            if is_heavy or any(v in heavy for v in pair.reads):
-                heavy.update(v for v in pair.results if v not in self.hoisted)
+        heavy = heavy_values(self.pairs, self.dependence, self.hoisted)
         return {v for v in self.crossings(self.pairs) if v not in heavy}
 
     def dependencies(self, crossing: Iterable[int]) -> set[int]:
@@ -169,6 +156,7 @@ class MicroBatchPlacement:
             if (
                 self.touches_rows(pair)
                 or not is_sum
+                or not self.waiting.isdisjoint(pair.results)
                 or not self.per_micro_batch.isdisjoint(pair.results)
             ):
                 continue
@@ -187,7 +175,7 @@ class MicroBatchPlacement:
         """Linear pairs between this value and one that the loop makes in full, if nothing else
         reads any of them."""
         between: set[int] = set()
-        while num_reads[value] == 1 and value in self.producer:
+        while num_reads[value] == 1 and value in self.producer and value not in self.waiting:
             index = self.producer[value]
             pair = self.pairs[index]
             if index in late or (self.touches_rows(pair) and not self.adds_to(pair, 0)):
@@ -204,7 +192,13 @@ class MicroBatchPlacement:
         for out, path in zip(self.part.outputs, self.out_paths, strict=True):
             if not isinstance(out, int):
                 continue
-            if self.dependence[out] is ROWS and out in self.producer:
+            if out in self.rows_before:
+                self.need_before([out])
+            elif (
+                self.dependence[out] is ROWS
+                and out in self.producer
+                and self.producer[out] not in self.rows_after
+            ):
                 if splits_keys(self.pairs[self.producer[out]].part, self.micro_batches.shapes):
                     self.need_before([out])
                     continue
@@ -245,11 +239,13 @@ class MicroBatchPlacement:
             index = self.producer.get(value)
             if index is None or index in self.before or value in self.accumulated:
                 continue
+            if index in self.after:
+                continue
             if value in self.hoisted:
                 self.need_before([value])
                 continue
             pair = self.pairs[index]
-            if self.dependence[value] is WHOLE:
+            if self.dependence[value] is WHOLE or index in self.rows_after:
                 self.after.add(index)
                 self.need_rows(pair)
                 left += [v for v in pair.reads if self.dependence[v] is not ROWS]
@@ -270,9 +266,11 @@ class MicroBatchPlacement:
             if self.dependence[value] is not ROWS or index is None:
                 continue
             made_by = self.pairs[index]
-            if splits_keys(made_by.part, self.micro_batches.shapes):
+            if value in self.rows_before or splits_keys(made_by.part, self.micro_batches.shapes):
                 self.need_before([value])
-            elif index in self.by_place:
+            elif index in self.after:
+                continue
+            elif index in self.made_after(pair):
                 self.after.add(index)
                 self.need_rows(made_by)
                 self.need_after(v for v in made_by.reads if self.dependence[v] is not ROWS)
@@ -282,25 +280,37 @@ class MicroBatchPlacement:
                 self.stacked[value] = None
                 self.need_pair_in_loop(index)
 
+    def made_after(self, pair: Pair) -> set[int]:
+        """Pairs whose rows the epilogue makes for this one; others it takes from the loop."""
+        is_whole = any(self.dependence[r] is WHOLE for r in pair.results)
+        return self.by_place if is_whole else self.by_number | self.rows_after
+
+    @cached_property
+    def by_number(self) -> set[int]:
+        """Pairs that make rows of which the batch tells the number alone (`jnp.arange`)."""
+        unread = set[int]()
+        for index, pair in enumerate(self.pairs):
+            made_by = [self.producer.get(v, -1) for v in pair.reads if self.dependence[v] is ROWS]
+            if unread.issuperset(made_by) and not pair.part.has_effect:
+                unread.add(index)
+        return unread
+
     @cached_property
     def by_place(self) -> set[int]:
-        """Pairs that make rows which a micro-batch would make otherwise: of which the batch tells
-        the number alone (`jnp.arange`), in another order, or from what depends on all rows, up to
-        the next product."""
+        """Pairs that make rows which a micro-batch would make otherwise: by number, in another
+        order, or from what depends on all rows, up to the next product."""
         uses = self.micro_batches.uses
-        unread, moved, crossed = set[int](), set[int](), set[int]()
+        moved, crossed = set[int](), set[int]()
         for index, pair in enumerate(self.pairs):
             made_by = [self.producer.get(v, -1) for v in pair.reads if self.dependence[v] is ROWS]
             if pair.part.has_effect:
                 continue
-            if unread.issuperset(made_by):
-                unread.add(index)
             if uses.mixes(pair.part) or not moved.isdisjoint(made_by):
                 moved.add(index)
             meets_sum = any(map(self.is_sum, pair.reads)) or not crossed.isdisjoint(made_by)
-            if meets_sum and pair.part.name not in _HEAVY:
+            if meets_sum and pair.part.name not in HEAVY:
                 crossed.add(index)
-        return unread | moved | crossed
+        return self.by_number | moved | crossed | self.rows_after
 
     def need_before(self, values: Iterable[int]) -> None:
         """Requires values in the prologue, of the whole batch where they depend on it."""
@@ -314,7 +324,7 @@ class MicroBatchPlacement:
     def is_outside(self, value: int) -> bool:
         """Whether the loop reads a value without making it."""
         index = self.producer.get(value)
-        if index is None or value in self.hoisted:
+        if index is None or value in self.hoisted or value in self.rows_before:
             return True
         is_same = self.dependence[value] in (SAME, ZERO)
         return is_same and not self.touches_rows(self.pairs[index])

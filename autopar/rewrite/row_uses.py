@@ -45,12 +45,14 @@ class RowUses:
     mixed:    may combine different rows of the batch.
     unknown:  of these, whose operation has no rule.
     placed:   computed with the places of rows.
+    counted:  numbers of rows, or what is made of them.
     orders:   of rows, in each value.
     """
 
     mixed: frozenset[int] = frozenset()
     unknown: frozenset[int] = frozenset()
     placed: frozenset[int] = frozenset()
+    counted: frozenset[int] = frozenset()
     orders: RowOrders = field(default_factory=RowOrders)
 
     def mixes(self, equation: Equation) -> bool:
@@ -104,7 +106,8 @@ def find_row_uses(
     uses = _Uses(shapes, dealing, orders, KnownElements(whole), KnownElements(part))
     uses.program(whole, part, is_outermost=True)
     mixed = frozenset(uses.mixed) | orders.mixed | orders.regrouped
-    return RowUses(mixed, frozenset(uses.unknown), frozenset(uses.placed), orders)
+    unknown, placed, counted = map(frozenset, (uses.unknown, uses.placed, uses.counted))
+    return RowUses(mixed, unknown, placed, counted, orders)
 
 
 @dataclass

@@ -79,16 +79,24 @@ def trace_step(
     )
     if batch is None:
         batch = batch_inputs(step, argument_names(fn), batch_argnums)
-    # A batch that returns changed is not the state of the next step, unless the caller gives it up.
-    given_up = () if isinstance(donate_argnums, str) else tuple(donate_argnums)
-    state = tuple(
-        pair
-        for pair in step.state
-        if pair[0] not in batch
-        or (call.argument[pair[0]] in given_up and not is_returned(step, *pair))
-    )
+    state = _state_beside(step, batch, donate_argnums)
     donated = donated_inputs(call, program, len(args), state, donate_argnums)
     return replace(step, batch=batch, state=state, donated=donated)
+
+
+def _state_beside(
+    step: TracedStep, batch: Sequence[int], donate_argnums: Sequence[int] | str
+) -> tuple[tuple[int, int], ...]:
+    """The state without the batch: one that returns changed is not the state of the next step,
+    unless the caller gives it up."""
+    given_up = () if isinstance(donate_argnums, str) else tuple(donate_argnums)
+
+    def is_kept(index: int, output: int) -> bool:
+        if index not in batch:
+            return True
+        return step.call.argument[index] in given_up and not is_returned(step, index, output)
+
+    return tuple(pair for pair in step.state if is_kept(*pair))
 
 
 @dataclass(frozen=True)

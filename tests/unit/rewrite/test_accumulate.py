@@ -539,9 +539,14 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_what_mixes_rows_is_noted(mix: Any):
-    """Each of these gives other results on micro-batches."""
-    step = accumulated(lambda w, x: jnp.sum(jnp.sin(mix(jnp.tanh(x @ w)))), W, X)
-    assert step.notes and all("test_accumulate.py" in note for note in step.notes)
+    """Each of these gives other results on micro-batches, and a product depends on it."""
+
+    def step(w: Any, x: Any) -> Any:
+        y = jnp.sin(mix(jnp.tanh(x @ w)))
+        return jnp.sum(jnp.sin(y @ jnp.ones((y.shape[-1], 2))))
+
+    notes = accumulated(step, W, X).notes
+    assert notes and all("test_accumulate.py" in note for note in notes)
 
 
 ROW_BY_ROW = {
@@ -573,9 +578,10 @@ def test_what_treats_rows_one_by_one_is_exact(treat: Any):
 
 
 def test_places_of_rows_are_noted_where_they_choose_columns():
-    step = accumulated(
-        lambda w, x: jnp.sum(jnp.take_along_axis(x @ w, (jnp.arange(len(x)) % 5)[:, None], 1)), W, X
-    )
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.take_along_axis(x @ w, (jnp.arange(len(x)) % 5)[:, None], 1))
+
+    step = accumulated(sgd(loss), W, X)
     assert any("uses the place of rows" in note for note in step.notes)
 
 
@@ -588,7 +594,7 @@ def test_places_of_rows_are_noted_inside_of_loops():
 
 
 def test_arrays_of_numpy_with_a_number_for_each_row_are_noted():
-    step = accumulated(lambda w, x: jnp.sum((x @ w) * np.arange(len(x))[:, None]), W, X)
+    step = accumulated(sgd(lambda w, x: jnp.sum((x @ w) * np.arange(len(x))[:, None])), W, X)
     assert any("uses the place of rows" in note for note in step.notes)
 
 
@@ -663,7 +669,8 @@ def test_groups_of_sorted_rows_are_those_of_a_micro_batch():
 
 def test_rows_that_are_returned_out_of_order_are_an_error():
     with pytest.raises(TraceError, match=r"result \(made at .*rows .* no longer adjacent"):
-        accumulated(lambda w, x: (x @ w).reshape(2, -1, 5), W, X)
+        accumulated(lambda w, x: (x @ w).reshape(2, -1, 5) @ w.T, W, X)
+    check_exact(lambda w, x: (x @ w).reshape(2, -1, 5), W, X)  # after the loop
     check_exact(lambda w, x: jnp.sin((x @ w).T.reshape(-1)), W, X)  # an order that is known
 
 
@@ -685,7 +692,7 @@ def test_gradients_of_picked_rows_are_an_error(loss: Any):
 
 def test_a_picked_row_that_other_rows_use_is_an_error():
     with pytest.raises(TraceError, match=r"test_accumulate\.py.*other rows depend on it"):
-        accumulated(lambda w, x: jnp.sum(jnp.sin(x @ w - (x @ w)[0])), W, X)
+        accumulated(lambda w, x: jnp.sum(jnp.sin((x @ w - (x @ w)[0]) @ w.T)), W, X)
 
 
 def test_a_program_that_depends_on_the_batch_size_is_an_error():
