@@ -1,7 +1,8 @@
 """Train steps that do more than a loss and an optimizer: name → step, state, batches.
 
 A memory bank in the state, rewards compared within groups, a router whose bias is no parameter, a
-population, a world model with three optimizers, a mesh of a globe rolled out in time, two views.
+population, a mesh of a globe rolled out in time, two views, advantages by a reversed scan, images
+mixed with others.
 """
 
 from __future__ import annotations
@@ -334,6 +335,90 @@ def siamese() -> Unusual:
     return Unusual(step, state, lambda i: normal(i, 16, 7))
 
 
+def clipped_policy() -> Unusual:
+    """PPO: advantages by a scan backwards in time, normalised where the batch has their baseline, a
+    clipped ratio, and a metric that compares each row with the mean of all."""
+    tx, rows, steps = optax.chain(optax.clip_by_global_norm(0.5), adam()), 16, 6
+
+    def step(state: Any, batch: Any) -> Any:
+        values = mlp(state["params"]["value"], batch["seen"])[..., 0]
+        after = jnp.concatenate([values[:, 1:], batch["last"][:, None]], 1)
+        alive = 1 - batch["done"]
+        errors = batch["reward"] + 0.99 * after * alive - values
+
+        def earlier(gain: jax.Array, now: Any) -> Any:
+            error, alive = now
+            gain = error + 0.94 * alive * gain
+            return gain, gain
+
+        scanned = lax.scan(earlier, jnp.zeros(rows), (errors.T, alive.T), reverse=True)[1]
+        gains = lax.stop_gradient(scanned.T)
+        returns = gains + lax.stop_gradient(values)
+        scale = batch["reward"].std() + 1e-2
+
+        def loss(params: Any) -> Any:
+            log_p = jax.nn.log_softmax(mlp(params["policy"], batch["seen"]))
+            chosen = jnp.take_along_axis(log_p, batch["action"][..., None], -1)[..., 0]
+            ratio = jnp.exp(chosen - batch["old"])
+            clipped = jnp.clip(ratio, 0.8, 1.2)
+            policy = -jnp.minimum(ratio * gains, clipped * gains).mean() / scale
+            found = mlp(params["value"], batch["seen"])[..., 0]
+            entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1).mean()
+            value = jnp.mean((found - returns) ** 2)
+            return policy + 0.5 * value - 0.01 * entropy, jnp.mean(ratio != clipped)
+
+        (value, clipped), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        params, opt = updated(tx, grads, state["opt"], state["params"])
+        explained = 1 - jnp.var(returns - values) / jnp.var(returns)
+        metrics = {"loss": value, "clipped": clipped, "explained": explained}
+        return {"params": params, "opt": opt}, metrics
+
+    params = {"policy": mlp_init(1, 6, 24, 4), "value": mlp_init(2, 6, 24, 1)}
+
+    def batch_of(i: int) -> Any:
+        batch = {"seen": normal(i, rows, steps, 6), "action": integers(i, 4, rows, steps)}
+        batch |= {"old": 0.1 * normal(i + 1, rows, steps) - 1.4, "last": normal(i + 2, rows)}
+        batch |= {"reward": normal(i + 3, rows, steps)}
+        return batch | {"done": (normal(i + 4, rows, steps) > 1).astype(jnp.float32)}
+
+    return Unusual(step, {"params": params, "opt": tx.init(params)}, batch_of)
+
+
+def mixed_images() -> Unusual:
+    """Mixup and CutMix with the images of a permutation, a moving average of the parameters, and
+    the largest differences of rows from the mean as a metric."""
+    tx, classes = adam(), 5
+
+    def step(state: Any, batch: Any) -> Any:
+        key, by, share, at = jax.random.split(state["key"], 4)
+        x, labels = batch["x"], jax.nn.one_hot(batch["label"], classes)
+        order = jax.random.permutation(by, len(x))
+        share = jax.random.uniform(share, (len(x), 1))
+        place = jnp.arange(8) - jax.random.randint(at, (2, 1), 0, 8)
+        is_cut = jnp.all(jnp.abs(jnp.stack(jnp.meshgrid(*place))) < 3, axis=0)
+        weight = share[:, :, None, None]
+        x = jnp.where(is_cut[..., None], x[order], weight * x + (1 - weight) * x[order])
+        labels = share * labels + (1 - share) * labels[order]
+
+        def loss(params: Any) -> Any:
+            logits = mlp(params, x.reshape(len(x), -1))
+            return optax.softmax_cross_entropy(logits, labels).mean(), logits
+
+        (value, logits), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        params, opt = updated(tx, grads, state["opt"], state["params"])
+        slow = optax.incremental_update(params, state["slow"], 0.05)
+        far = jnp.max(jnp.abs(logits - logits.mean(0)), axis=0)
+        return {"params": params, "slow": slow, "opt": opt, "key": key}, (value, far)
+
+    params = mlp_init(1, 192, 24, 24, classes)
+    state = {"params": params, "slow": mlp_init(1, 192, 24, 24, classes), "opt": tx.init(params)}
+
+    def batch_of(i: int) -> Any:
+        return {"x": normal(i, 16, 8, 8, 3), "label": integers(i, classes, 16)}
+
+    return Unusual(step, state | {"key": jax.random.key(3)}, batch_of)
+
+
 STEPS: dict[str, Callable[[], Unusual]] = {
     "memory-bank": memory_bank,
     "groups-of-rewards": groups_of_rewards,
@@ -341,4 +426,6 @@ STEPS: dict[str, Callable[[], Unusual]] = {
     "population": population,
     "globe": globe,
     "siamese": siamese,
+    "clipped-policy": clipped_policy,
+    "mixed-images": mixed_images,
 }
