@@ -457,13 +457,16 @@ class ParallelFunction:
         self, planned: PlannedStep, executable: Executable, leaves: Sequence[Any]
     ) -> Sequence[Any]:
         """The arguments, where processes run a step together: placed, when all of them have room
-        for the step. Inside it, one that has none could no longer tell the others."""
-        is_limited = _is_together() and self._limit(planned) is not None
-        if not is_limited or not isinstance(executable, LocalExecutable):
+        for the step. Inside it, one that has none could no longer tell the others. Workers are
+        asked for room; their errors come when the step is under way."""
+        if self._limit(planned) is None:
             return leaves
-        return make_room_together(
-            planned.plan.name, functools.partial(executable.place_with_room, leaves)
-        )
+        if isinstance(executable, RemoteExecutable):
+            executable.check_room(leaves)
+        elif _is_together() and isinstance(executable, LocalExecutable):
+            make_room = functools.partial(executable.place_with_room, leaves)
+            return make_room_together(planned.plan.name, make_room)
+        return leaves
 
     def _after_out_of_memory(
         self,

@@ -6,6 +6,7 @@ scenario, whose outcomes it writes down as JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
+from autopar.runtime.remote.executor import Executor
 from examples.models import build
 from tests.equivalence import multi_controller
 from tests.equivalence.multi_controller import NUM_STEPS, normal, trained
@@ -81,6 +83,7 @@ def compared(step_fn: Any, method: Any, state: Any, batches: Any) -> dict[str, A
         "worst": worst,
         "num_stages": plan.num_stages,
         "shown": repr(jax.tree.leaves(held)[0]),
+        "replanned": plan.memory_found.replanned if plan.memory_found else [],
     }
 
 
@@ -238,6 +241,37 @@ def by_default() -> Any:
     room = 5 * sum(p.nbytes for p in params.values()) // 2
     method = autopar.AutoParallel(options=autopar.ShardingOptions(memory_budget_bytes=room))
     return compared(momentum_step, method, state, batches)
+
+
+def out_of_memory_at_first() -> Any:
+    """The worker of the last process alone has no room for the first run; no worker begins it, and
+    all processes plan again."""
+    params = {f"w{i}": normal(i, 128, 128) / 8 for i in range(4)}
+    zeros = jax.tree.map(np.zeros_like, params)
+    state = {"params": params, "first": zeros, "second": zeros}
+    batches = [{"x": normal(10 + n, 256, 128)} for n in range(NUM_STEPS)]
+    free = autopar.parallelize(momentum_step, method=pipeline(2))
+    free(state, batches[0])
+    peak = max(free.last_planned.plan.estimated_peak_bytes, free.last_executable.memory_bytes())
+    options = autopar.ShardingOptions(memory_budget_bytes=1.1 * peak)
+    has_room, asked, begun = Executor.has_room, [], []
+    run = Executor.step
+
+    def too_little_at_first(executor: Executor, num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return has_room(executor, num_bytes) and (len(asked) > 1 or not multi_controller.is_last())
+
+    def noted(executor: Executor, call: Any) -> Any:
+        begun.append(len(asked))
+        return run(executor, call)
+
+    Executor.has_room, Executor.step = too_little_at_first, noted
+    try:
+        method = dataclasses.replace(pipeline(2), options=options)
+        found = compared(momentum_step, method, state, batches)
+    finally:
+        Executor.has_room, Executor.step = has_room, run
+    return {**found, "asked": asked, "begun": begun}
 
 
 def across_processes() -> Any:

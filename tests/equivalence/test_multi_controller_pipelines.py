@@ -25,6 +25,7 @@ SCENARIOS = [
     "scanned",
     "scans_of_scans",
     "by_default",
+    "out_of_memory_at_first",
     "across_processes",
     "with_loader_and_created_state",
     "checkpoint",
@@ -78,6 +79,17 @@ def test_the_default_method_finds_a_pipeline(four):
     for own in four:
         assert own["by_default"]["worst"] < 1e-5
         assert own["by_default"]["num_stages"] > 1
+
+
+@pytest.mark.ci
+def test_a_first_run_for_which_one_worker_has_no_room_is_planned_again_by_all(four):
+    assert_as_on_one_device(four, "out_of_memory_at_first")
+    for own in (outcome["out_of_memory_at_first"] for outcome in four):
+        assert own["num_stages"] == 2
+        assert len(own["asked"]) == 2  # of both plans; the second needs less
+        assert own["asked"][1] < own["asked"][0]
+        assert set(own["begun"]) == {2}  # no worker began the first
+        assert len(own["replanned"]) == 1 and "ran out of memory" in own["replanned"][0]
 
 
 @pytest.mark.ci

@@ -65,7 +65,7 @@ LEAVE_LIMIT_S = 60.0  # for the others to have run the last steps
 VERDICT_S = 5.0  # for the news that a process is lost, before an error counts as this process's
 _CONNECT_LIMIT_S = 30.0
 _POLL_S = 0.25
-_STORED: tuple[CommandName, ...] = ("transports", "open", "compiled")
+_STORED: tuple[CommandName, ...] = ("transports", "open", "compiled", "has_room")
 _EMPTY: dict[str, Any] = {"load": [], "save": [], "hlo_texts": {}, "stats": {"device_bytes": []}}
 _sessions = itertools.count()
 

@@ -18,6 +18,7 @@ CommandName = Literal[
     "connect",
     "fetch",
     "free",
+    "has_room",
     "hlo_texts",
     "load",
     "open",

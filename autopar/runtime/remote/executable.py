@@ -15,6 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.ir.pipeline import Recv, Run, Send
@@ -29,6 +30,7 @@ from autopar.ir.remote import (
     recv_order,
 )
 from autopar.ir.rows import Rows
+from autopar.ir.text import format_bytes
 from autopar.progress import Progress, logged
 from autopar.runtime.arguments import DeletedArrayError
 from autopar.runtime.executable import FlatFunction, InstructionExecutable
@@ -195,6 +197,28 @@ class RemoteExecutable(InstructionExecutable):
         self._wait_for_room()
         with uninterrupted(), self._session.lock:
             return self._submit(leaves, recorder)
+
+    def check_room(self, leaves: Sequence[Any]) -> None:
+        """Raise JAX's error that memory is short, unless every device has as much left as XLA
+        counts for a run of the step, beside the arguments that are there. Nothing runs."""
+        self._session.check()
+        self._start_again()
+        asked: list[tuple[int, Sequence[PendingReply]]] = []
+        with uninterrupted(), self._session.lock:
+            for mesh, peak, wanted in zip(
+                self.meshes, self.mesh_memory_bytes(), self._arguments, strict=True
+            ):
+                mesh.free_released()
+                needed = max(0, peak - wanted.bytes_there(mesh, leaves))
+                asked.append((needed, mesh.submit("has_room", needed)))
+        answers = [(needed, [r.result() for r in replies]) for needed, replies in asked]
+        short = {m: needed for m, (needed, has) in enumerate(answers) if not all(has)}
+        if short:
+            where = ", ".join(f"mesh {mesh}, {format_bytes(n)}" for mesh, n in short.items())
+            raise jax.errors.JaxRuntimeError(
+                f"RESOURCE_EXHAUSTED: {self.plan.name}: no room for what a run needs beside the "
+                f"arguments that are there, per device: {where}. No worker has begun the step."
+            )
 
     def _wait_for_room(self) -> None:
         """Wait until fewer than `MAX_STEPS_AHEAD` steps are in flight."""

@@ -21,6 +21,7 @@ from autopar.runtime.checkpoints.format import RowsFrom, read_manifest
 from autopar.runtime.checkpoints.objects import location
 from autopar.runtime.checkpoints.read import read_arrays
 from autopar.runtime.checkpoints.write import snapshot, write_parts
+from autopar.runtime.ranks.failures import is_out_of_memory
 from autopar.runtime.recording import clock
 from autopar.runtime.remote.channel import ChannelServer
 from autopar.runtime.remote.commands import Put, StepCall, StepDone
@@ -29,7 +30,7 @@ from autopar.runtime.remote.place import Later, WorkerPlace
 from autopar.runtime.remote.recording import WorkerRecord
 from autopar.runtime.remote.task import WorkerTask, array_in
 from autopar.runtime.remote.transfers import shards_by_device
-from autopar.runtime.stage_programs import program_bytes
+from autopar.runtime.stage_programs import occupy, program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import copier
 from autopar.runtime.transports.base import Link, Transport
@@ -37,6 +38,7 @@ from autopar.runtime.transports.choose import available_transports, make_transpo
 
 _DATA_LIMIT_S = 120.0  # for data to arrive that the driver has announced
 _MAX_COMPILE_THREADS = 8
+_PIECE_BYTES = 2**30  # memory need not be free in one piece
 
 
 class ProgressSink(Protocol):
@@ -160,6 +162,18 @@ class Executor:
         }
 
     # -- steps
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether each device of this worker could allocate so much beside its arrays."""
+        self.wait()
+        whole, rest = divmod(num_bytes, _PIECE_BYTES)
+        try:
+            occupy([_PIECE_BYTES] * whole + [rest], self._local)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     def step(self, call: StepCall) -> Later:
         self._progress.at(call.task, -1, -1)

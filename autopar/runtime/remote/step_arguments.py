@@ -38,6 +38,15 @@ class WantedArguments:
         self.in_order = sorted(entries, key=lambda entry: entry[2])
         self.num_donated = sum(is_donated for _, _, is_donated in entries)
 
+    def bytes_there(self, mesh: RemoteMesh, leaves: Sequence[Any]) -> int:
+        """Per device, of those that are on the mesh as the step wants them."""
+        there: dict[int | None, int] = {}
+        for one in self.buffers:
+            leaf = leaves[one.position]
+            copies = leaf.copies if isinstance(leaf, DistributedArray) else ()
+            there[_copy_on(copies, mesh, one)] = one.type.shard_bytes
+        return sum(size for number, size in there.items() if number is not None)
+
 
 @dataclass
 class StepArguments:

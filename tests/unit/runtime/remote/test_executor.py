@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.runtime.remote.executor import _unless_used_up
+from autopar.runtime.remote import executor
+from autopar.runtime.remote.executor import Executor, _unless_used_up
 
 
 def test_an_array_that_is_there() -> None:
@@ -33,3 +35,27 @@ def test_an_error_of_the_step_itself() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         _unless_used_up(fails, jnp.ones(3))
+
+
+@pytest.mark.parametrize(("left", "has_room"), [(5 * 2**30, True), (5 * 2**30 - 1, False)])
+def test_room_is_asked_for_in_pieces(
+    left: int, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def occupied(sizes: list[int], devices: Any) -> None:
+        assert devices == ["device"] and max(sizes) == 2**30
+        if sum(sizes) > left:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(executor, "occupy", occupied)
+    worker: Any = SimpleNamespace(_local=["device"], wait=lambda: None)
+    assert Executor.has_room(worker, 5 * 2**30) is has_room
+    assert Executor.has_room(worker, 5 * 2**30 - 1)
+
+
+def test_another_error_is_no_lack_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(sizes: list[int], devices: Any) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+
+    monkeypatch.setattr(executor, "occupy", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lost"):
+        Executor.has_room(SimpleNamespace(_local=[], wait=lambda: None), 1)  # type: ignore[arg-type]
