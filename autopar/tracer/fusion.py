@@ -19,6 +19,7 @@ from autopar.ir.devices import INSTRUCTIONS_PER_BYTE
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.tracer.costs import INSTRUCTIONS, MAX_TILE_ROW, REDUCTIONS, UNFUSED, fits_tiles
 from autopar.tracer.dataflow import Dataflow, Type
+from autopar.tracer.kernel_work import MOVES, work_of
 from autopar.tracer.regions import UPDATE
 from autopar.tracer.run_order import is_scatter_add
 
@@ -69,8 +70,9 @@ class Fusion:
         outputs that take over the buffer of an input; `copied`: values that are written in
         another order of dimensions; `rate`: instructions in the time of moving a byte;
         `fuses_updates`: scatters make their updates and indices themselves, what gathers pick many
-        times is written, and so are dear values that layers or sums compute again; prices know none
-        of it; `is_split`: several devices have parts of all values."""
+        times is written, and so are dear values that layers or sums compute again, and what each of
+        several slices computes counts (`kernel_work`); prices know none of it; `is_split`: several
+        devices have parts of all values."""
         self.flow = flow
         self.outputs, self.in_place, self.copied = outputs, in_place, copied
         self._rate, self._fuses_updates, self._is_split = rate, fuses_updates, is_split
@@ -308,8 +310,11 @@ class Fusion:
         if count == 1:
             return False
         size = flow.values[value].num_bytes
-        source_bytes = sum(self._read_bytes(v, elements) for v in made_from)
-        recompute = source_bytes + self._instructions(value) * elements / self._rate
+        work = work_of(value, flow, self.written, MOVES if self._fuses_updates else ())
+        source_bytes = sum(
+            self._read_bytes(v, elements * max(1, work.reads.get(v, 1))) for v in made_from
+        )
+        recompute = source_bytes + work.instructions * elements / self._rate
         if (count - 1) * recompute > (count + 1) * size:
             return True
         is_for_sums = (count + num_sums - 1) * recompute > (count + num_sums + 1) * size
@@ -395,25 +400,6 @@ class Fusion:
         if value in self.written:
             return True
         return any([reader.unfused for reader in self.readers.get(value, ())])
-
-    def _instructions(self, value: int) -> float:
-        """Of all ops between a value and the written ones that it is made of, per element. What is
-        made of fewer elements, as a norm's statistics are, is written by a kernel of its own."""
-        flow, total = self.flow, 0.0
-        elements, last = prod(flow.values[value].shape), flow.producer[value]
-        frontier, seen = [last], {last}
-        while frontier:
-            index = frontier.pop()
-            if not flow.views[index]:
-                total += INSTRUCTIONS.get(flow.nodes[index].name, 1.0)
-            for operand in flow.nodes[index].operands:
-                maker = flow.producer[operand]
-                if operand in self.written or prod(flow.values[operand].shape) < elements:
-                    continue
-                if maker < index and maker not in seen:
-                    seen.add(maker)
-                    frontier.append(maker)
-        return total
 
     def _find_padded(self) -> set[int]:
         flow = self.flow

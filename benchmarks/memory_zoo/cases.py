@@ -152,6 +152,7 @@ DEVELOPMENT: dict[str, Callable[[int], Step]] = {
     "transducer": partial(_zoo, lambda n: newcomers.transducer(16 * n)),
     "hyena": partial(_zoo, lambda n: newcomers.hyena(8 * n)),
     "sorted experts": partial(_zoo, lambda n: latecomers.sorted_experts(8 * n)),
+    "mamba hybrid": partial(_zoo, lambda n: latecomers.mamba_hybrid(2 * n)),
 }
 
 HELD_OUT: dict[str, Callable[[int], Step]] = {
@@ -165,7 +166,6 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
     "linear attention": partial(_zoo, lambda n: newcomers.linear_attention(8 * n)),
     "conformer": partial(_zoo, lambda n: newcomers.conformer(16 * n)),
     "diffusion transformer": partial(_zoo, lambda n: newcomers.diffusion_transformer(16 * n)),
-    "mamba hybrid": partial(_zoo, lambda n: latecomers.mamba_hybrid(2 * n)),
     "graph transformer": partial(_zoo, lambda n: latecomers.graph_transformer(16 * n)),
     "image codec": partial(_zoo, lambda n: latecomers.image_codec(8 * n)),
     "style network": partial(_zoo, lambda n: latecomers.style_network(16 * n)),
