@@ -23,6 +23,7 @@ from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 from autopar.lower.philox import PLATFORMS as PHILOX_PLATFORMS
 from autopar.lower.philox import philox_bits
+from autopar.lower.ragged_parts import operands_on_part
 from autopar.lower.unreduced import (
     AnyMesh,
     bind_unreduced,
@@ -30,6 +31,7 @@ from autopar.lower.unreduced import (
     unreduced_layout,
     unreduced_zeros,
 )
+from autopar.tracer.op_sizes import RAGGED_PRODUCT
 
 _GPUS = ("gpu", "cuda", "rocm")
 Moved = dict[tuple[int, Chain], Any]  # values in other layouts: by value and chain
@@ -205,6 +207,8 @@ class Writer:
             local = list(operands)
             for position, shard in zip(values, shards, strict=True):
                 local[position] = shard
+            if equation.name == RAGGED_PRODUCT:
+                local = operands_on_part(equation, local, operand_layouts[0], self.mesh)
             shapes = [
                 _shard_shape(aval.shape, layout, self.mesh.axis_sizes)
                 for aval, layout in zip(avals, complete, strict=True)

@@ -28,6 +28,7 @@ from autopar.ir.graph import Rule
 from autopar.ir.program import Constant, Equation
 from autopar.tracer.compose import RuledEquation, compose_rule, replicated_rule
 from autopar.tracer.halo import has_windows, with_halos
+from autopar.tracer.op_sizes import RAGGED_PRODUCT
 from autopar.tracer.user_rules import fit_rule, user_rule_of
 
 # Number of distinct equations lowered together.
@@ -134,6 +135,8 @@ def _adjust_for_xla(
     if has_windows(equation) and ruled.rule.sizes:
         operands, results = _avals_of(equation, avals)
         return replace(ruled, rule=with_halos(equation, ruled.rule, operands, results[0]))
+    if equation.name == RAGGED_PRODUCT:  # XLA gathers whatever is split
+        return replace(ruled, rule=replace(ruled.rule, local=True))
     if equation.name.startswith("scatter"):
         return replace(ruled, rule=_without_split_target(equation, ruled.rule, avals))
     if equation.name != "mul" or not any(isinstance(o, Constant) for o in equation.operands):

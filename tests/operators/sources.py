@@ -76,7 +76,8 @@ def _source(equation: Equation, ruled: RuledEquation) -> RuleSource:
     chlo = [op for op in ruled.op_names if op.startswith("chlo.")]
     if chlo:
         return RuleSource("ours", text, f"elementwise {', '.join(dict.fromkeys(chlo))}")
-    return RuleSource("Shardy", text, "windows with halos are ours" if ruled.rule.halos else "")
+    note = "applied to shards" if ruled.rule.local else ""
+    return RuleSource("Shardy", text, "windows with halos are ours" if ruled.rule.halos else note)
 
 
 def _free(rule: Rule) -> set[int]:

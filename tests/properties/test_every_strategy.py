@@ -54,6 +54,9 @@ def conv_1d(stride: int) -> Callable[[Any, Any], Any]:
     return lambda x, k: lax.conv_general_dilated(x, k, (stride,), "SAME", dimension_numbers=dims)
 
 
+# The gradient of the groups' matrices.
+SUM_OF_GROUPS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
 # Equations on their own; what is beyond the end of an array is part of their meaning.
 OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "dot": (lambda a, b: a @ b, (floats(8, 16), floats(16, 8))),
@@ -156,6 +159,15 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         lambda a: lax.reduce_window(a, -np.inf, lax.max, (1, 2), (1, 2), "VALID"),
         (floats(8, 8),),
     ),
+    "ragged": (lax.ragged_dot, (floats(16, 8), floats(3, 8, 8), np.array([5, 0, 9], np.int32))),
+    "ragged sum": (
+        lambda a, b, sizes: lax.ragged_dot_general(a, b, sizes, SUM_OF_GROUPS),
+        (floats(16, 4), floats(16, 8), np.array([3, 2, 11], np.int32)),
+    ),
+    "ragged batch": (
+        jax.vmap(lax.ragged_dot),
+        (floats(2, 8, 4), floats(2, 3, 4, 8), np.array([[5, 0, 3], [1, 4, 2]], np.int32)),
+    ),
     "random bits": (
         lambda k: jax.random.bits(k, (8, 8)),
         (np.asarray(jax.random.PRNGKey(0)),),
@@ -202,6 +214,7 @@ def _last(chosen: Any, graph: Any, value: int) -> Layout:
     "scatter set-2x4",
     "dynamic slice-2x4",
     "merge-2x4",
+    "ragged-2x4",
     slow=["batched dot-2x4"],
 )
 @pytest.mark.parametrize(

@@ -196,6 +196,14 @@ def peaks(
     return plan.estimated_peak_bytes, report.peak_bytes
 
 
+def test_ragged_products_are_split_over_devices() -> None:
+    """XLA gathers the rows of a split one, unless each device multiplies its own."""
+    names = {"first": (256, 256), "gate": (8, 256, 512), "up": (8, 256, 512), "down": (8, 512, 256)}
+    state, batch = [{name: array(*shape) for name, shape in names.items()}], array(16384, 256)
+    (_, whole), (_, split) = (peaks(ragged, state, batch, n, "none") for n in (1, 8))
+    assert split < whole / 3
+
+
 def test_recomputation_that_waits_for_gradients_frees_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
