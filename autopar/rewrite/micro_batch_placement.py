@@ -59,6 +59,7 @@ class MicroBatchPlacement:
         heavy = heavy_values(self.pairs, self.dependence, self.hoisted)
         outside = RowsOutside(self.pairs, self.dependence, micro_batches, heavy)
         self.rows_before, self.rows_after = outside.before, outside.after
+        self.by_number = outside.by_number
         self.waiting = depending_on(self.pairs, self.rows_after)
         self.per_micro_batch = self.dependencies(self.crossings(self.pairs))
         self.late = self.reduced_late()
@@ -284,16 +285,6 @@ class MicroBatchPlacement:
         """Pairs whose rows the epilogue makes for this one; others it takes from the loop."""
         is_whole = any(self.dependence[r] is WHOLE for r in pair.results)
         return self.by_place if is_whole else self.by_number | self.rows_after
-
-    @cached_property
-    def by_number(self) -> set[int]:
-        """Pairs that make rows of which the batch tells the number alone (`jnp.arange`)."""
-        unread = set[int]()
-        for index, pair in enumerate(self.pairs):
-            made_by = [self.producer.get(v, -1) for v in pair.reads if self.dependence[v] is ROWS]
-            if unread.issuperset(made_by) and not pair.part.has_effect:
-                unread.add(index)
-        return unread
 
     @cached_property
     def by_place(self) -> set[int]:

@@ -68,7 +68,7 @@ class RowsOutside:
         heavy: set[int],
     ) -> None:
         self.pairs, self.dependence, self.micro_batches = pairs, dependence, micro_batches
-        self.made = {r for pair in pairs for r in pair.results}
+        self.producer = {r: i for i, pair in enumerate(pairs) for r in pair.results}
         self.readers: dict[int, list[int]] = {}
         for index, pair in enumerate(pairs):
             for value in dict.fromkeys(pair.reads):
@@ -97,7 +97,7 @@ class RowsOutside:
         micro_batches = self.micro_batches
         if len(micro_batches.shapes.dims(value)) != 1:
             return False
-        return value not in self.made or micro_batches.uses.orders.of(value) is not None
+        return value not in self.producer or micro_batches.uses.orders.of(value) is not None
 
     # -- before the loop
 
@@ -146,7 +146,34 @@ class RowsOutside:
     # -- after the loop
 
     def find_after(self) -> set[int]:
-        stays = self.needed_by_loop()
+        forced: set[int] = set()
+        while True:
+            after = self.after_without(self.needed_by_loop(forced))
+            beyond = {index for index in after if not self.can_be_handed(index, after)}
+            if not beyond:
+                return after
+            forced |= beyond
+
+    def can_be_handed(self, index: int, after: set[int]) -> bool:
+        """Whether the rows that a pair reads are made outside, or can be put together there."""
+        made_there = after | self.by_number
+        return all(
+            self.can_be_cut(v) or self.producer.get(v) in made_there
+            for v in self.pairs[index].reads
+            if self.has_rows(v)
+        )
+
+    @cached_property
+    def by_number(self) -> set[int]:
+        """Pairs that make rows of which the batch tells the number alone (`jnp.arange`)."""
+        unread = set[int]()
+        for index, pair in enumerate(self.pairs):
+            made_by = [self.producer.get(v, -1) for v in pair.reads if self.has_rows(v)]
+            if unread.issuperset(made_by) and not pair.part.has_effect:
+                unread.add(index)
+        return unread
+
+    def after_without(self, stays: set[int]) -> set[int]:
         waits: set[int] = set()  # values of the epilogue
         after: set[int] = set()
         for index, pair in enumerate(self.pairs):
@@ -161,10 +188,11 @@ class RowsOutside:
                 waits.update(pair.results)
         return after
 
-    def needed_by_loop(self) -> set[int]:
-        """Pairs that run in the loop or before it, those that they depend on, and those that read
-        what the loop has mixed: the best of a micro-batch's rows has no number in the batch."""
-        stays = {i for i, pair in enumerate(self.pairs) if self.stays(pair)}
+    def needed_by_loop(self, forced: set[int]) -> set[int]:
+        """The forced pairs and others that run in the loop or before it, those that they depend on,
+        and those that read what the loop has mixed: the best of a micro-batch's rows has no number
+        in the batch."""
+        stays = forced | {i for i, pair in enumerate(self.pairs) if self.stays(pair)}
         while True:
             for index, pair in reversed(list(enumerate(self.pairs))):
                 readers = (r for value in pair.results for r in self.readers.get(value, ()))
@@ -189,9 +217,7 @@ class RowsOutside:
             return False
         if not self.before.isdisjoint(pair.results) or equation.has_effect or equation.bodies:
             return True
-        if equation.name in _STAYS_IN_LOOP or splits_keys(equation, self.micro_batches.shapes):
-            return True
-        return not all(self.can_be_cut(v) for v in pair.reads if self.has_rows(v))
+        return equation.name in _STAYS_IN_LOOP or splits_keys(equation, self.micro_batches.shapes)
 
     def waits_for_sum(self, value: int, stays: set[int]) -> bool:
         """Whether a value depends on all rows, and no pair in the loop reads it beside rows."""

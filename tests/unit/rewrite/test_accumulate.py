@@ -612,8 +612,8 @@ def test_rows_that_pick_their_own_columns_are_not_noted():
 
 
 def test_rows_regrouped_by_the_user_are_noted():
-    step = parallel(lambda w, x: jnp.sum(jnp.sin((x @ w).reshape(2, -1, 5))))
-    np.testing.assert_allclose(step(W, X), jnp.sum(jnp.sin(X @ W)), rtol=1e-5)
+    step = parallel(lambda w, x: jnp.sum(jnp.sin((x @ w).reshape(2, -1, 5) @ w.T)))
+    np.testing.assert_allclose(step(W, X), jnp.sum(jnp.sin(X @ W @ W.T)), rtol=1e-5)
     (warning,) = step.last_executable.plan.warnings
     assert "far apart" in warning and "test_accumulate.py" in warning
 

@@ -18,11 +18,13 @@ PUT_OFF = {
     "cumulative": lambda y: jnp.cumsum(y, axis=0),
     "softmax of rows": lambda y: jax.nn.softmax(y, axis=0),
     "beside their median": lambda y: y - jnp.median(y, axis=0),
+    "differences": lambda y: jnp.sum((y[:, None] - y) ** 2, axis=-1),
+    "other rows alone": lambda y: jnp.where(jnp.eye(len(y)) > 0, 0, y[:, :1] - y[:, 1]),
     "by number": lambda y: y * jnp.arange(len(y))[:, None],
 }
 
 
-@pytest.mark.representatives("rows by batch", "softmax of rows", "by number")
+@pytest.mark.representatives("rows by batch", "softmax of rows", "other rows alone", "by number")
 @pytest.mark.parametrize("mix", PUT_OFF.values(), ids=PUT_OFF)
 def test_what_mixes_rows_waits_for_all_rows(mix: Any):
     """If no product depends on it: as results, and as sums."""
