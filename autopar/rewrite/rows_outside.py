@@ -134,9 +134,10 @@ class RowsOutside:
 
     def is_needed_inside(self, value: int, found: set[int], linked: set[int]) -> bool:
         readers = [self.pairs[index] for index in self.readers.get(value, ())]
-        inside = [pair for pair in readers if linked.isdisjoint(pair.results)]
-        if inside and value in found and not self.can_be_cut(value):
+        is_read = any(found.isdisjoint(pair.results) for pair in readers)
+        if is_read and value in found and not self.can_be_cut(value):
             return True
+        inside = [pair for pair in readers if linked.isdisjoint(pair.results)]
         return any(
             self.may_mix(equation)
             for pair in inside
