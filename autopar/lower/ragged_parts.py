@@ -1,6 +1,4 @@
-"""Ragged products on devices that have some of the rows: from the sizes of all groups to those of a
-device's own rows.
-"""
+"""Ragged products on shards: from the sizes of groups of all rows to those of a device's own."""
 
 from __future__ import annotations
 

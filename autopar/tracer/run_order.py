@@ -26,6 +26,7 @@ from types import MappingProxyType
 
 from autopar.ir.graph import Node, NodeKind
 from autopar.tracer.costs import REDUCTIONS
+from autopar.tracer.op_sizes import RAGGED_PRODUCT
 from autopar.tracer.regions import BACKWARD, UPDATE
 from autopar.tracer.sums import ADDITIONS
 
@@ -243,7 +244,7 @@ def _latest_times(
             if node.name == "optimization_barrier":  # a recomputed layer waits for it
                 need = index
         is_sum = node.name in REDUCTIONS and _reduces(node)
-        is_product = node.is_heavy or is_scatter_add(node.name)
+        is_product = node.is_heavy or node.name == RAGGED_PRODUCT or is_scatter_add(node.name)
         comes_late = is_product or (is_sum and node.region == BACKWARD)
         if need is not None and need > index and comes_late:
             late[index] = need

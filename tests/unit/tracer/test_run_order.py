@@ -32,26 +32,30 @@ def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:
     assert len(gradients) == 3 and min(gradients) < last
 
 
-def test_gradients_of_parameters_come_late_where_collectives_are_hidden() -> None:
+@pytest.mark.parametrize("experts", [0, 4])
+def test_gradients_of_parameters_come_late_where_collectives_are_hidden(experts: int) -> None:
     """On several devices, XLA runs the products that only the update needs in the second half of
     the backward pass, two for each that the pass itself needs, and reduces them at the end. On one
     device each runs where it stands."""
     num_layers = 6
+    shape = (experts, 64, 64) if experts else (64, 64)
+    name = "ragged_dot_general" if experts else "dot_general"
 
     def loss_of(w, x):
         for layer in w:
-            x = jnp.tanh(x @ layer)
+            counts = jnp.full(experts, 32 // max(experts, 1))
+            x = jnp.tanh(jax.lax.ragged_dot(x, layer, counts) if experts else x @ layer)
         return jnp.sum(x)
 
     def times(overlaps: bool) -> tuple[list[int], list[int], int]:
-        weights = [array(64, 64)] * num_layers
+        weights = [array(*shape)] * num_layers
         graph = graph_of(train(loss_of), weights, array(32, 64), overlaps=overlaps)
         backward = [i for i, n in enumerate(graph.nodes) if n.region == "backward"]
         late, reduced = [], []
         for index in backward:
             node, time = graph.nodes[index], graph.liveness.times[index]
-            is_gradient = graph.values[node.results[0]].shape == (64, 64)
-            if is_gradient and node.name == "dot_general":
+            is_gradient = graph.values[node.results[0]].shape == shape
+            if is_gradient and node.name == name:
                 late.append(time)
             elif is_gradient and node.kind is NodeKind.FINISH:
                 reduced.append(time)
