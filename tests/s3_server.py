@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,9 @@ def s3_server() -> Iterator[dict[str, str]]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # those know other servers
+    # All servers of a process share what they store.
+    reset = urllib.request.Request(f"{variables['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")
+    urllib.request.urlopen(reset, timeout=30).close()
     try:
         fsspec.filesystem("s3").mkdir(BUCKET)
         yield variables
